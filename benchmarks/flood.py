@@ -40,6 +40,7 @@ _FLOOD_ADDRESS = "127.0.0.2"  # for what has no key
 _MOST_RATIO = 3.0
 _PATIENCE_S = 60.0  # for one response
 _SETTLE_S = 30.0
+_NO_CONTENT = 204  # has no body and no length
 _RAMP_S = 0.3
 _NUM_WARM = 3
 _ARGUMENTS = (
@@ -270,7 +271,10 @@ class _Connection:
         self.num_sent += 1
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
-        if b"content-length" in headers:
+        status = int(head.split(b" ", 2)[1])
+        if status == _NO_CONTENT:
+            body = b""
+        elif b"content-length" in headers:
             body = await reader.readexactly(int(headers[b"content-length"]))
         elif headers.get(b"transfer-encoding") == b"chunked":
             body = await _chunks(reader)
@@ -278,7 +282,7 @@ class _Connection:
             body = await reader.read()
         if headers.get(b"connection") == b"close":
             self.close()
-        return int(head.split(b" ", 2)[1]), body
+        return status, body
 
     def close(self) -> None:
         """Close it."""

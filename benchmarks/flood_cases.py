@@ -86,6 +86,9 @@ _BATCH = Sent(
     {"input_file_id": "{file}", "endpoint": "/v1/completions", "completion_window": "24h"},
 )
 _STORED = Sent("POST", "/v1/responses", {"input": "a", "max_output_tokens": 4, "store": True})
+_IN_BACKGROUND = Sent(
+    "POST", "/v1/responses", {"input": "a", "max_output_tokens": 64, "background": True}
+)
 _LORA = {
     "lora_name": "{client}-sql",
     "lora_path": str(_ADAPTERS / "demo-sql"),
@@ -111,9 +114,21 @@ _CASES: dict[tuple[str, str], Case] = {
     ("DELETE", "/v1/responses/{response_id}"): Case(
         before=(("response", _STORED),), url="/v1/responses/{response}"
     ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Case(
+        before=(("response", _IN_BACKGROUND),), url="/v1/responses/{response}/cancel"
+    ),
     ("GET", "/v1/responses/{response_id}/input_items"): Case(
         once=(("response", _STORED),), url="/v1/responses/{response}/input_items"
     ),
+    # no conversation's: a header would have to name it
+    ("GET", "/v1/stream/{conversation_id}"): Case(url="/v1/stream/none", statuses=_NOT_THERE),
+    ("DELETE", "/v1/stream/{conversation_id}"): Case(
+        url="/v1/stream/none", statuses=frozenset({204})
+    ),
+    ("GET", "/v1/stream"): Case(url="/v1/stream?conv_id=none", statuses=_NOT_THERE),
+    ("DELETE", "/v1/stream"): Case(url="/v1/stream?conv_id=none", statuses=frozenset({204})),
+    ("GET", "/v1/streams"): Case(),
+    ("POST", "/v1/streams/lookup"): Case({"conversation_ids": ["none"]}),
     ("POST", "/v1/messages"): _generation(model="demo", messages=_MESSAGES, max_tokens=4),
     ("POST", "/v1/messages/count_tokens"): Case(
         {"model": "demo", "messages": _MESSAGES},

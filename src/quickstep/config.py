@@ -488,7 +488,8 @@ class LoadConfig(msgspec.Struct, frozen=True):
     """Which weights to load and how.
 
     Attributes:
-        model: A directory, a hub id, or `demo`.
+        model: A directory, a `.gguf` file, a hub id (with `:Q4_K_M` for a GGUF file), `smollm2` or
+            `demo`.
         kernels: `auto` is resolved in `ops.resolve`.
         offline: The environment variable HF_HUB_OFFLINE works too.
         pin_threads: The calling thread is not pinned.

@@ -30,6 +30,7 @@ from field_effects import (
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.fields.shared_fields import LoRAScale
+from quickstep.server.kept_streams.stream_routes import StreamLookup
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
@@ -203,6 +204,13 @@ LLAMA: Cases = {
 }
 
 
+async def conversation(client: httpx.AsyncClient) -> Mapping[str, Any]:
+    """A conversation to find."""
+    header = {"x-conversation-id": "c"}
+    await client.post("/v1/completions", json={"prompt": "a"}, headers=header)
+    return {}
+
+
 OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     EmbeddingRequest: EMBEDDINGS,
     BatchRequest: BATCHES,
@@ -214,6 +222,9 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
             before=COMPLETION_LINE,
             after=ended,
         )
+    },
+    StreamLookup: {
+        "conversation_ids": Case(["c"], lambda seen: bool(seen.answer), before=conversation)
     },
     TokenizeRequest: TOKENIZE,
     DetokenizeRequest: {

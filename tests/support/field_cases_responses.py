@@ -105,6 +105,7 @@ RESPONSES: Cases = {
     "max_tool_calls": repeated("max_tool_calls", 3),
     "metadata": repeated("metadata", {"a": "b"}),
     "store": Case(False, lambda seen: seen.later == 404, after=fetched),
+    "background": repeated("background", True),
     "reasoning": Case({"effort": "none"}, effort_is_told, engine=thinking),
     "tool_choice": Case("required", is_forced, {"tools": [TOOL]}),
     "parallel_tool_calls": Case(

@@ -93,7 +93,7 @@ def write_gguf(
     """Metadata keys that start with a dot belong to the architecture's section."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        _add(writer, f"{architecture}{key}" if key.startswith(".") else key, value)
+        add_metadata(writer, f"{architecture}{key}" if key.startswith(".") else key, value)
     for name, values, kind in tensors:
         writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
@@ -103,7 +103,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+def add_metadata(writer: gguf.GGUFWriter, key: str, value: object) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

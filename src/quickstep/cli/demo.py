@@ -1,5 +1,6 @@
-"""`quickstep demo` (and `make demo`): the bundled model completes code and answers a question, and
-with a LoRA adapter it writes another style of docstrings.
+"""`quickstep demo` (and `make demo`): SmolLM2, or the bundled model where that is not installed,
+completes code and answers a question. With a LoRA adapter the bundled model writes another style of
+docstrings.
 
 A table at the end shows the phases of each request, with the times that the engine measured.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -17,6 +19,7 @@ from quickstep.cli.flags.engine import add_engine_flags, engine_config
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table, write_out
 from quickstep.config import LoRAConfig
+from quickstep.errors import ConfigError
 from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
 
 _CODE = "import json\n\ndef load_config(path):\n    with open(path"
-_QUESTION = "What does itertools.chain do?"
+_QUESTION = "Why is the sky blue?"
+_BUNDLED_QUESTION = "What does itertools.chain do?"  # the bundled model knows only Python
 _ADAPTER = "demo-docstrings"
 _FUNCTION = 'def copy_file(source, target, overwrite=False):\n    """Copy a file.'
 
@@ -32,9 +36,11 @@ _FUNCTION = 'def copy_file(source, target, overwrite=False):\n    """Copy a file
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(
-        subparsers, "demo", "Stream a completion and a chat answer from the bundled model.", run
+        subparsers, "demo", "Stream a completion and a chat answer from a small model.", run
     )
-    parser.add_argument("--model", default="demo", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--model", help="smollm2 where its package is installed (default), or demo, the bundled one"
+    )
     add_engine_flags(parser)
 
 
@@ -44,10 +50,12 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.model.checkpoint.placement import choose_device
 
     console = console_on(sys.stdout)
-    config = engine_config(args, args.model)
-    if args.model == "demo" and choose_device(args.device).type == "cpu":
+    model = args.model or _chosen_model()
+    config = engine_config(args, model)
+    if model == "demo" and choose_device(args.device).type == "cpu":
         config = replace(config, lora=LoRAConfig(((_ADAPTER, _ADAPTER),), max_loras=1))
-    answers = with_engine(config, _stream_all, show_memory=True)
+    question = _BUNDLED_QUESTION if model == "demo" else _QUESTION
+    answers = with_engine(config, partial(_stream_all, question=question), show_memory=True)
     print()
     columns = [_figures(answer) for answer in answers.values()]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -55,13 +63,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _stream_all(engine: Engine) -> dict[str, Answer]:
+def _chosen_model() -> str:
+    """The better of the two small models that is here, and says which."""
+    from quickstep.model.checkpoint.source import SMOLLM2, SMOLLM2_INSTALL, local_checkpoint
+
+    try:
+        local_checkpoint(SMOLLM2)
+    except ConfigError:
+        write_out(
+            "model: demo, 5 M parameters, bundled, which knows only Python's standard library\n"
+            f"(with SmolLM2 the demo answers better: {SMOLLM2_INSTALL})\n"
+        )
+        return "demo"
+    write_out(
+        "model: smollm2, SmolLM2-135M-Instruct in Q4_1 (the one that is bundled: --model demo)\n"
+    )
+    return SMOLLM2
+
+
+async def _stream_all(engine: Engine, question: str) -> dict[str, Answer]:
     """The third prompt is the first with its completion, so the prefix cache has its blocks."""
     code = engine.tokenizer.encode(_CODE)
     write_out(f"\n>>> completion\n{_CODE}")
     completion = await _streamed(engine, code, SamplingParams(temperature=0.0, max_tokens=64))
-    write_out(f"\n>>> chat: {_QUESTION}\n")
-    chat = engine.chat_prompt([{"role": "user", "content": _QUESTION}])
+    write_out(f"\n>>> chat: {question}\n")
+    chat = engine.chat_prompt([{"role": "user", "content": question}])
     answer = await _streamed(engine, chat, SamplingParams(temperature=0.0, max_tokens=96))
     write_out("\n>>> completion, continued\n")
     resumed = await _streamed(

@@ -427,6 +427,10 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
         expect_compiles()
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
+    if checkpoint.left_out:
+        _LOGGER.info(
+            "not used: %s, for images, drafts or quantizing", ", ".join(checkpoint.left_out)
+        )
     held_bytes = None
     why_torch = f"{spec.architecture}, which runs through transformers,"
     if spec.native:

@@ -27,7 +27,7 @@ from quickstep.model.architectures import (
     text_part,
 )
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
-from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (

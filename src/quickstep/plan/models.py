@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec, read_spec

@@ -32,6 +32,7 @@ from quickstep.server.models.served_model import ServedModel
 from quickstep.server.models.server_state import ServerState
 from quickstep.server.operate.metrics import ServerMetrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
+from quickstep.server.responses.store import ResponseStore
 from quickstep.server.routes import api_routes
 from quickstep.server.usage.price_book import Price, PriceBook
 from quickstep.server.usage.recorder import UsageRecorder, restore_limits
@@ -59,17 +60,28 @@ def app_of_models(models: ModelRegistry, options: ServerOptions) -> Starlette:
     check_names(options.routes, (*models.names, *options.adapter_names))
     metrics = ServerMetrics(models, options.metrics)
     batches = LocalBatches(models, metrics, options)
+    responses = ResponseStore(
+        options.stored_responses,
+        options.stored_response_bytes,
+        options.stored_response_age_s,
+        options.response_store,
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        batches.start()
-        async with _running_engines(models, metrics, options):
-            try:
-                yield
-            finally:
-                await batches.stop()
+        await asyncio.to_thread(responses.open)
+        try:
+            batches.start()
+            async with _running_engines(models, metrics, options):
+                try:
+                    yield
+                finally:
+                    await batches.stop()
+                    await models.server.kept_streams.stop()
+        finally:
+            await asyncio.to_thread(responses.close)
 
-    routes = api_routes(models, metrics, options, batches)
+    routes = api_routes(models, metrics, options, batches, responses)
     return starlette_app(routes, options, models.server, lifespan)
 
 

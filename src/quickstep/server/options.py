@@ -17,13 +17,22 @@ from quickstep.config import STALL_S
 from quickstep.core.fallback import Route
 from quickstep.core.model_residency import MAX_OVERTAKE_S
 from quickstep.errors import ConfigError, RequestError
-from quickstep.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Kind, Option, check_bounds
+from quickstep.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    POSITIVE,
+    AllowedRange,
+    Kind,
+    Option,
+    check_bounds,
+)
 from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 from quickstep.server.usage.price_book import PriceBook
 
 MAX_STORED_RESPONSES = 4096
 MAX_STORED_RESPONSE_BYTES = 64 * 1024 * 1024
+MAX_STORED_RESPONSE_AGE_S = 30 * 86_400.0  # as long as OpenAI
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -504,6 +513,62 @@ class BatchOptions(msgspec.Struct, frozen=True):
     retry_s: float = 0.5
 
 
+_KEPT_BYTES = AllowedRange(least=64 * 1024)  # more than a client lags when it begins to read
+
+
+class KeptStreamOptions(msgspec.Struct, frozen=True):
+    """Responses that continue without their client, and are kept to be read again.
+
+    Attributes:
+        kept_s: After their end.
+        stream_bytes: Of one response; a longer one loses its first bytes.
+        total_bytes: Of all of them; beyond it, the key that holds most loses some.
+        streams_per_key: Those that are written and those that have ended, of one API key; all
+            clients together without keys.
+    """
+
+    kept_s: Annotated[
+        float,
+        Option(
+            "how long a response in the background, of a conversation's id or of an idempotency "
+            "key can be read again after its end",
+            Kind.SECONDS,
+            "--kept-stream-s",
+            bounds=AT_LEAST_0,
+        ),
+    ] = 600.0
+    stream_bytes: Annotated[
+        int,
+        Option(
+            "size of one such response; the first bytes of a longer one cannot be read again",
+            Kind.BYTES,
+            "--max-kept-stream-bytes",
+            bounds=_KEPT_BYTES,
+        ),
+    ] = 4 * 1024 * 1024
+    total_bytes: Annotated[
+        int,
+        Option(
+            "total size of such responses; beyond it, those of the API key with most are dropped",
+            Kind.BYTES,
+            "--max-kept-streams-bytes",
+            bounds=_KEPT_BYTES,
+        ),
+    ] = 64 * 1024 * 1024
+    streams_per_key: Annotated[
+        int,
+        Option(
+            "such responses of one API key, running and ended ones",
+            Kind.COUNT,
+            "--max-kept-streams-per-key",
+            bounds=AT_LEAST_1,
+        ),
+    ] = 1024
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
 class UsageOptions(msgspec.Struct, frozen=True):
     """What requests cost, and where their usage is recorded.
 
@@ -625,6 +690,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         usage: Prices, and the ledger of finished requests.
         stored_responses: Answers of the Responses API that are kept for `previous_response_id`.
         stored_response_bytes: All of them together, as JSON.
+        stored_response_age_s: How long each is kept.
+        response_store: The SQLite file in which they outlive the server; None for none.
         stall_s: `/health` and `/ready` fail when work is pending and no step has finished for this
             long; an engine's process that makes no progress for so long is replaced.
         drain_s: How long SIGTERM lets running requests continue before they are ended.
@@ -634,6 +701,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         page: Browsers get a page at `/`.
         models: Which of several models are in memory.
         routes: Fallback chains by the model's name.
+        kept_streams: Responses that continue without their client.
     """
 
     served_model_names: Annotated[
@@ -698,6 +766,23 @@ class ServerOptions(msgspec.Struct, frozen=True):
     stored_response_bytes: Annotated[
         int, Option("total size of the stored responses", Kind.BYTES, "--max-stored-response-bytes")
     ] = MAX_STORED_RESPONSE_BYTES
+    stored_response_age_s: Annotated[
+        float,
+        Option(
+            "how long a response is stored",
+            Kind.SECONDS,
+            "--max-stored-response-age-s",
+            bounds=POSITIVE,
+        ),
+    ] = MAX_STORED_RESPONSE_AGE_S
+    response_store: Annotated[
+        Path | None,
+        Option(
+            "SQLite file in which stored responses outlive the server, created if there is none",
+            Kind.PATH,
+            default_text="they are stored in memory only",
+        ),
+    ] = None
     stall_s: Annotated[
         float,
         Option(
@@ -738,6 +823,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     )
     models: ModelsOptions = msgspec.field(default_factory=ModelsOptions)
     routes: Mapping[str, Route] = msgspec.field(default_factory=dict)
+    kept_streams: KeptStreamOptions = msgspec.field(default_factory=KeptStreamOptions)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drain_s <= _LONGEST_S:

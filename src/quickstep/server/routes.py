@@ -23,6 +23,7 @@ from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.kept_streams.stream_routes import StreamRoutes
 from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.routes import ollama_routes
@@ -51,7 +52,11 @@ from quickstep.server.options import ServerOptions
 from quickstep.server.page.endpoint import Page
 from quickstep.server.reference.openapi import ApiDocument, ApiPages
 from quickstep.server.responses.endpoint import Responses
-from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
+from quickstep.server.responses.request_types import (
+    InputItemsQuery,
+    ResponsesRequest,
+    RetrieveQuery,
+)
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore, StoredResponses
@@ -64,16 +69,21 @@ def api_routes(
     metrics: ServerMetrics,
     options: ServerOptions,
     batches: LocalBatches | None = None,
+    responses: ResponseStore | None = None,
 ) -> list[ApiRoute]:
-    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    """Every route, in the order of the reference. The app starts and stops `batches`, and opens
+    and closes `responses`.
+    """
     batches = batches or LocalBatches(models, metrics, options)
+    responses = ResponseStore() if responses is None else responses
     generating, probes = _generating(models, metrics), Probes(models, metrics, options.stall_s)
     embeddings = _embeddings(models, metrics)
     routes = [
         *generating,
         embeddings,
         _invocations([*generating, embeddings]),
-        *_responses(models, metrics, options),
+        *_responses(models, metrics, responses),
+        *StreamRoutes(models.server.kept_streams, options.field_rules).routes(),
         *_anthropic(models, metrics),
         *batches.routes(),
         *Tokenizing(models).routes(),
@@ -174,10 +184,9 @@ def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
 
 
 def _responses(
-    models: ModelRegistry, metrics: ServerMetrics, options: ServerOptions
+    models: ModelRegistry, metrics: ServerMetrics, store: ResponseStore
 ) -> list[ApiRoute]:
-    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
-    stored = StoredResponses(store)
+    stored = StoredResponses(store, models.server.kept_streams)
     one = "/v1/responses/{response_id}"
     return [
         ApiRoute(
@@ -195,8 +204,11 @@ def _responses(
             "GET",
             one,
             stored.retrieve,
-            "A stored response.",
+            "A stored response, or one in the background: its present state or its events.",
             response=ResponseObject,
+            streams=True,
+            events=RESPONSES_EVENTS,
+            query=RetrieveQuery,
             aliases=(one.removeprefix("/v1"),),
         ),
         ApiRoute(
@@ -206,6 +218,14 @@ def _responses(
             "Forget a response.",
             response=DeletedResponse,
             aliases=(one.removeprefix("/v1"),),
+        ),
+        ApiRoute(
+            "POST",
+            f"{one}/cancel",
+            stored.cancel,
+            "End a response in the background.",
+            response=ResponseObject,
+            aliases=(f"{one.removeprefix('/v1')}/cancel",),
         ),
         ApiRoute(
             "GET",

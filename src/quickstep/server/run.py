@@ -188,6 +188,10 @@ class DrainingServer(Server):
             self._models.residents.stop()
         draining = asyncio.create_task(self._stop_engines(self._drain_s))
         hurrying = asyncio.create_task(self._stop_at_second_signal(draining))
+        # those without a client are running requests as well
+        for task in self._models.server.kept_streams.tasks:
+            self.server_state.tasks.add(task)
+            task.add_done_callback(self.server_state.tasks.discard)
         await super().shutdown(sockets)
         await asyncio.gather(draining, hurrying, return_exceptions=True)
         await self._stop_engines()  # for a drain that was cut short

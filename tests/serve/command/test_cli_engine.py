@@ -57,7 +57,7 @@ def test_chat_answers_each_line_of_a_pipe(
 
 
 def test_demo_streams_and_prints_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *SMALL]) == 0
+    assert main(["demo", "--model", "demo", *SMALL]) == 0
     shown = capsys.readouterr()
     assert "def load_config(path):" in shown.out
     assert "What does itertools.chain do?" in shown.out

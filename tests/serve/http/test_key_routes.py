@@ -37,7 +37,10 @@ ROUTES: list[tuple[str, dict[str, object]]] = [
     ("/api/embeddings", {"model": "fake", "prompt": "a"}),
 ]
 STORING = {"/v1/files", "/v1/batches"}  # limited by what a key may store, see test_file_quotas
-FREE = {"/ping", "/v1/batches/{batch_id}/cancel", "/api/show"}  # short and of a bounded time
+FREE = {  # short and of a bounded time
+    *("/ping", "/v1/batches/{batch_id}/cancel", "/api/show"),
+    *("/v1/responses/{response_id}/cancel", "/v1/streams/lookup"),
+}
 REFUSED = {"/api/pull", "/api/push", "/api/create", "/api/copy"}
 
 

@@ -134,8 +134,27 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
     assert gone.value.code == "previous_response_not_found"
     assert gone.value.param == "previous_response_id"
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model="fake", input="a", background=True)
+        client.responses.create(model="fake", input="a", background=True, store=False)
     assert refused.value.param == "background"
+
+
+def test_a_response_in_the_background(client: openai.OpenAI, engine: FakeEngine) -> None:
+    first = client.responses.create(model="fake", input="a", background=True, stream=True)
+    events = list(first)
+    last = events[-1]
+    assert last.type == "response.completed"
+    url = last.response.id
+    for after in (0, 5, len(events) - 2):
+        rest = client.responses.retrieve(url, stream=True, starting_after=after)
+        assert list(rest) == events[after + 1 :]
+    engine.script = Script(endless=True)
+    begun = client.responses.create(model="fake", input="a", background=True)
+    assert begun.background
+    assert client.responses.retrieve(begun.id).status == "in_progress"
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        client.responses.create(model="fake", input="a", previous_response_id=begun.id)
 
 
 def test_a_failure_ends_the_stream_with_its_response(

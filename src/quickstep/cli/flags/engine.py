@@ -25,7 +25,7 @@ from quickstep.errors import ConfigError
 
 def add_model(
     parser: argparse.ArgumentParser,
-    what: str = "a directory, a .gguf file, a Hugging Face id, or demo (default)",
+    what: str = "a directory, a .gguf file, a Hugging Face id, smollm2, or demo (default)",
     default: str | None = LoadConfig().model,
 ) -> None:
     """Add `MODEL` and `--model` to any command that has a model; as in vLLM, either names it.

@@ -107,8 +107,8 @@ _MODEL = (
     _row(
         "--hf-repo -hf -hfr",
         _LLAMA,
-        "--model ORGANISATION/MODEL",
-        "a Hugging Face id without a tag; for a .gguf file, download it and give its path",
+        "--model {value}",
+        "tags of GGUF files are read as there",
         takes="REPO",
     ),
     _row(

@@ -173,7 +173,7 @@ def _found_draft(name: str, target: ModelSpec) -> tuple[SpeculationMethod, Draft
     reading of it.
     """
     from quickstep.engine.speculation import draft_checkpoints, sizes_of
-    from quickstep.model.checkpoint.gguf_file import is_gguf
+    from quickstep.model.checkpoint.gguf_names import is_gguf
     from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.model.sizing import DraftSizes
     from quickstep.plan.models import find_model

@@ -32,7 +32,7 @@ class ModelFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of a model in the file that are no flags.
 
     Attributes:
-        model: A directory, a .gguf file, a Hugging Face id, or `demo`.
+        model: A directory, a .gguf file, a Hugging Face id, `smollm2` or `demo`.
         name: The name that clients use; None for the model's own.
         aliases: More names.
         pin: Load it at the start and keep it.

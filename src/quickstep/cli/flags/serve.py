@@ -24,6 +24,7 @@ from quickstep.server.options import (
     Deadlines,
     FieldRules,
     FileOptions,
+    KeptStreamOptions,
     MetricsOptions,
     ModelsOptions,
     RequestLimits,
@@ -159,13 +160,22 @@ def recording_config(args: argparse.Namespace) -> RecordingConfig | None:
 
 def _add_file_flags(group: argparse._ArgumentGroup) -> None:
     add_options(group, FileOptions)
-    add_options(group, ServerOptions, "stored_responses", "stored_response_bytes")
+    add_options(
+        group,
+        ServerOptions,
+        *("stored_responses", "stored_response_bytes", "stored_response_age_s", "response_store"),
+    )
+    add_options(group, KeptStreamOptions)
     add_options(group, BatchOptions)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """The options of the server. Raises ConfigError."""
     api_keys = take_api_keys(args, os.environ)
+    if args.response_store is not None:
+        from quickstep.server.responses.stored_file import check_response_file
+
+        check_response_file(args.response_store)
     return from_flags(
         ServerOptions,
         args,
@@ -189,6 +199,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         usage=_usage_options(args),
         models=from_flags(ModelsOptions, args),
         routes=read_routes(args.file_sections.get("routes", {})),
+        kept_streams=from_flags(KeptStreamOptions, args),
     )
 
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 import msgspec
 
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.gguf_names import gguf_parts
 from quickstep.model.checkpoint.safetensors_files import StoredTensor
 
 # type -> (elements, bytes) of a block
@@ -56,6 +57,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
+_SPLIT_TENSORS = "split.tensors.count"
 
 
 class GgufFile(msgspec.Struct, frozen=True):
@@ -67,17 +70,56 @@ class GgufFile(msgspec.Struct, frozen=True):
     header: bytes
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether a checkpoint's path is such a file, by its name."""
-    return Path(path).suffix.lower() == ".gguf"
-
-
 def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
-    """Read a file's header; `with_texts` reads lists of text as well (the vocabulary).
+    """Read a file's header, or those of all its parts, of which `path` may be any; `with_texts`
+    reads lists of text as well (the vocabulary).
 
     Raises:
-        ConfigError: Not such a file, of another version, in parts, truncated or corrupt.
+        ConfigError: Not such a file, of another version, without one of its parts, truncated or
+            corrupt.
     """
+    parts = gguf_parts(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if missing and len(parts) > 1:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{path} is one of {len(parts)} parts, and {missing[0]}{more} is missing")
+    first = _read_header(parts[0], with_texts)
+    count = first.metadata.get(_SPLIT_COUNT, 0)
+    if count not in (0, 1, len(parts)):
+        raise ConfigError(
+            f"{path} is one of {count} parts, which must be next to each other and be called "
+            f"NAME-00001-of-{count:05}.gguf and so on; or merge them (llama-gguf-split --merge)"
+        )
+    return _joined([first, *(_read_header(part, False) for part in parts[1:])])
+
+
+def _joined(parts: list[GgufFile]) -> GgufFile:
+    """The first part has the metadata; each has the tensors that it names."""
+    first = parts[0]
+    tensors = dict(first.tensors)
+    for number, part in enumerate(parts[1:], 1):
+        found = (part.metadata.get(_SPLIT_COUNT), part.metadata.get(_SPLIT_NUMBER))
+        if found != (len(parts), number):
+            raise ConfigError(
+                f"{part.path} says that it is part {found[1]} of {found[0]}, counted from 0, and "
+                f"its name says {number} of {len(parts)}; download the parts again"
+            )
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ConfigError(
+                    f"tensor {name!r} is both in {tensors[name].file} and in {part.path}"
+                )
+            tensors[name] = tensor
+    total = first.metadata.get(_SPLIT_TENSORS, len(tensors))
+    if len(parts) > 1 and total != len(tensors):
+        raise ConfigError(
+            f"{first.path} and its other parts hold {len(tensors)} tensors, its header says {total}"
+        )
+    header = b"".join(part.header for part in parts)
+    return GgufFile(first.path, first.metadata, MappingProxyType(tensors), header)
+
+
+def _read_header(path: Path, with_texts: bool) -> GgufFile:
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as m:
             return _Header(path, m, with_texts).read()
@@ -112,11 +154,6 @@ class _Header:
             value = self._value(self._int("I"))
             if value is not None:
                 metadata[key] = value
-        if metadata.get("split.count", 1) not in (0, 1):
-            raise ConfigError(
-                f"{self._path} is one of {metadata['split.count']} parts; merge them into one file "
-                "(llama-gguf-split --merge)"
-            )
         described = [self._tensor() for _ in range(num_tensors)]
         header = bytes(self._content[: self._at])
         alignment = metadata.get("general.alignment", _ALIGNMENT)

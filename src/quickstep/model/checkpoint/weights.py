@@ -17,7 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.gguf_file import BLOCKS, is_gguf
+from quickstep.model.checkpoint.gguf_file import BLOCKS
+from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_tensor_files
 from quickstep.model.checkpoint.safetensors_files import (
     StoredTensor,

@@ -26,8 +26,8 @@ from quickstep.server.batches.file_store import (
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
 from quickstep.server.fields.decode import decode_values
-from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
-from quickstep.server.http.errors import error_body, json_response
+from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.http.errors import CLIENT_CLOSED, error_body, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.models.server_state import ServerState

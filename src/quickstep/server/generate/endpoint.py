@@ -1,6 +1,7 @@
 """Runs any API: parse, submit, then a JSON response or a stream.
 
-A disconnect of the client cancels both forms. In every case the generation is closed at the end,
+A disconnect of the client cancels both forms, unless the client has said that it will come back
+(`kept_streams`). In every case the generation is closed at the end,
 which aborts what still runs and frees its blocks.
 
     GeneratingApi.parse -> open_generation -> EventStream | JSON
@@ -12,7 +13,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -32,6 +33,7 @@ from quickstep.server.generate.api import (
     RequestObserver,
 )
 from quickstep.server.generate.generation import (
+    BackgroundWriter,
     Generation,
     Head,
     ParsedRequest,
@@ -40,10 +42,17 @@ from quickstep.server.generate.generation import (
 )
 from quickstep.server.generate.timings import TIMINGS_HEADER
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import json_response
+from quickstep.server.http.errors import CLIENT_CLOSED, json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.http.work_lanes import INLINE_BYTES
+from quickstep.server.kept_streams.kept_request import (
+    RESPONSE_NAME,
+    kept_response,
+    requested_names,
+    without_client,
+)
+from quickstep.server.kept_streams.kept_stream import KeptResponse, StreamName
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import ConnectionOptions
@@ -60,7 +69,6 @@ _Encoded = TypeVar("_Encoded")
 _INLINE_TOKENS = 4096
 _USUAL_OUTPUTS = 256  # of a request that declares no limit
 BYTES_PER_TOKEN = 4
-CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -114,6 +122,13 @@ class GeneratingRoute:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
+        server = self._models.server
+        names = requested_names(request)
+        if not names:
+            return await self._answer(request)
+        return await kept_response(server.kept_streams, request, names, self._answer)
+
+    async def _answer(self, request: Request) -> Response:
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
         server = self._models.server
@@ -167,6 +182,8 @@ class GeneratingRoute:
         # before the prompt is tokenised, and before the event loop runs anything else
         num_sequences = parsed.sampling.n * len(parsed.prompts)
         model.engine.check_admission(parsed.request, num_sequences)
+        if parsed.in_background:
+            return await self._in_background(request, parsed, model, chain)
         try:
             answer = await unless_disconnected(
                 request.receive,
@@ -174,11 +191,35 @@ class GeneratingRoute:
             )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
-                frames = _frames(answer, await self._deltas(request, answer, chain is not None))
+                deltas = await self._deltas(request, answer, chain is not None)
+                frames = _frames(answer, deltas, request.scope["state"])
                 return EventStream(frames, answer.close, parsed.stream_type)
             return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
+
+    async def _in_background(
+        self, request: Request, parsed: ParsedRequest, model: ServedModel, chain: Chain | None
+    ) -> Response:
+        """The stream of a response that continues without its client, or its present state."""
+        streams, caller = model.server.kept_streams, caller_of(request)
+        streams.check_room(caller)
+        num_bytes = len(body_of(request))
+        answer = await self._open(parsed, model, caller, num_bytes, request.headers, chain)
+        report_ignored(request, answer.generation.loosened)
+        writer = answer.writer
+        assert isinstance(writer, BackgroundWriter), "the API allows it"
+        frames = _frames(answer, answer.generation.deltas(), request.scope["state"])
+        response = EventStream(frames, answer.close, parsed.stream_type)
+        stream = streams.start(
+            (StreamName(caller, RESPONSE_NAME, writer.response_id),),
+            without_client(request.scope, response),
+            request.scope["state"],
+            source=writer,
+            cancelled=writer.cancellation,
+        )
+        stream.begin(response.status_code, response.raw_headers)
+        return KeptResponse(stream) if parsed.stream else json_response(writer.snapshot())
 
     async def _forward(
         self, request: Request, body: bytes, caller: str, endpoint: str, chain: Chain
@@ -265,6 +306,8 @@ class GeneratingRoute:
         request = parsed.request
         if in_batch and parsed.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
+        if in_batch and parsed.in_background:
+            raise RequestError("background is not supported in a batch", param="background")
         timeout_s = request.timeout_s
         # the operator's default is for clients that wait
         if timeout_s is not None or not in_batch:
@@ -414,8 +457,12 @@ async def _from_first(
     return from_first()
 
 
-async def _frames(answer: _Answer, deltas: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream; an error becomes its last frames."""
+async def _frames(
+    answer: _Answer, deltas: AsyncIterator[Delta], state: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    """The frames of a stream; an error becomes its last frames, and is noted in the request's
+    state.
+    """
     writer = answer.writer
     try:
         for frame in writer.opening():
@@ -430,6 +477,7 @@ async def _frames(answer: _Answer, deltas: AsyncIterator[Delta]) -> AsyncGenerat
     except asyncio.CancelledError:
         raise
     except Exception as error:  # the stream's top: its status is sent already
+        state["has_failed"] = True
         for frame in writer.failure(error):
             yield frame
 

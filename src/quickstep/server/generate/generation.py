@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import structs
@@ -126,6 +126,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         stream_type: The media type of a streaming response.
         adapter: The adapter that the body selects ("" for none); None for that of `model`.
         timeout_reason: OpenAI's `finish_reason` of a choice that ended at `timeout_s`.
+        in_background: It continues without its client; the writer is a `BackgroundWriter`.
     """
 
     model: str
@@ -149,6 +150,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     writer: Callable[[Generation, Head], Writer] | None = None
     stream_type: str = SERVER_SENT_EVENTS
     timeout_reason: str = FinishReason.DEADLINE.openai
+    in_background: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
@@ -183,6 +185,21 @@ class Writer(Protocol):
 
     def complete(self) -> object:
         """The non-streaming response, for the JSON encoder."""
+
+
+@runtime_checkable
+class BackgroundWriter(Writer, Protocol):
+    """Writes a response that continues without its client, as a stream."""
+
+    @property
+    def response_id(self) -> str:
+        """By which clients find the response."""
+
+    def snapshot(self) -> object:
+        """The response so far, for the JSON encoder."""
+
+    def cancellation(self) -> Iterable[bytes]:
+        """The last frames of a response that was cancelled."""
 
 
 class Choice(msgspec.Struct):

@@ -61,7 +61,11 @@ STATUSES: Mapping[int, Status] = {
         "The body came too slowly, or an embedding took longer than timeout_s.",
     ),
     409: Status(
-        _REQUEST, None, "Replicas are being changed already, or no other one serves.", False
+        _REQUEST,
+        None,
+        "Replicas are being changed already, or no other one serves; or the response to repeat is "
+        "lost.",
+        False,
     ),
     413: Status(_REQUEST, "request_too_large", "The body is too large."),
     414: Status(_REQUEST, "url_too_long", "The URL is too long."),
@@ -72,6 +76,12 @@ STATUSES: Mapping[int, Status] = {
     ),
     416: Status(
         _REQUEST, "range_not_satisfiable", "A `Range` begins after the end of the file.", False
+    ),
+    422: Status(
+        _REQUEST,
+        "idempotency_key_reused",
+        "The idempotency key was used for another request.",
+        False,
     ),
     429: Status(
         "rate_limit_error",
@@ -130,6 +140,27 @@ CODES: Mapping[str, Code] = {
         "`previous_response_id` is not stored here.",
         "Send the conversation so far as `input`.",
     ),
+    "stream_not_found": Code(
+        404,
+        "The conversation has no stream of this key, or not any more.",
+        "Send the request with the header `X-Conversation-Id`, and read it within "
+        "`--kept-stream-s` after its end.",
+    ),
+    "stream_offset_lost": Code(
+        400,
+        "The stream is longer than what is kept of it, and its beginning is lost.",
+        "Read sooner, or raise `--max-kept-stream-bytes`.",
+    ),
+    "idempotency_key_reused": Code(
+        422,
+        "The idempotency key was used for a request with another route or body.",
+        "Send a new key with a new request.",
+    ),
+    "idempotent_answer_lost": Code(
+        409,
+        "The answer to the first request with this idempotency key is too long to be repeated.",
+        "Send a new key, or raise `--max-kept-stream-bytes`.",
+    ),
     "file_not_found": Code(
         404, "There is no such file of this key.", "`GET /v1/files` lists them."
     ),
@@ -183,6 +214,7 @@ CODES: Mapping[str, Code] = {
     ),
 }
 _MESSAGE_CHARS = 4096
+CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 OVERLOADED = 529  # Anthropic's number for what others call 503
 ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",

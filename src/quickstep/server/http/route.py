@@ -21,14 +21,13 @@ from starlette.types import Receive, Scope, Send
 
 from quickstep.errors import RequestError
 from quickstep.server.http.body import Reception, check_json, read_body, unless_disconnected
-from quickstep.server.http.errors import ErrorShape, openai_shape
+from quickstep.server.http.errors import CLIENT_CLOSED, ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import INLINE_BYTES, WorkLanes
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimiter
 
-_CLIENT_CLOSED = 499
 _JSON = "application/json"
 # Headers that proxies add; some add none, so that their absence proves nothing.
 _PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip")
@@ -61,6 +60,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
         takes_list: The body is a list of `request`.
         requests: Instead of `request`, the schemas of which the body matches one.
         open_paths: Values of `path` that are answered without an API key, byte for byte.
+        status: Of a good response; 204 has no content.
     """
 
     method: str
@@ -83,6 +83,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
     requests: tuple[type[msgspec.Struct], ...] = ()
     stream_type: str = SERVER_SENT_EVENTS
     open_paths: tuple[str, ...] = ()
+    status: int = 200
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -157,7 +158,7 @@ def with_checked_body(
             request.scope["state"].update(body=body, body_room=room)
             return await answer_to(request, body)
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
         finally:
             room.release()
 

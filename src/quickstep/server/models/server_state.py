@@ -7,6 +7,7 @@ import msgspec
 from quickstep.server.fallback.chain import FallbackState
 from quickstep.server.http.body import Reception
 from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.kept_streams.kept_stream import KeptStreams
 from quickstep.server.options import (
     AnswerOptions,
     Deadlines,
@@ -34,6 +35,7 @@ class ServerState(msgspec.Struct, frozen=True):
         price_book: What requests cost; None if that is unknown.
         limiter: What the API keys have used of their limits.
         fallbacks: The fallback chains, and the upstreams that they lead to.
+        kept_streams: Responses that continue without their client.
     """
 
     limits: RequestLimits
@@ -47,6 +49,7 @@ class ServerState(msgspec.Struct, frozen=True):
     price_book: PriceBook | None
     limiter: KeyLimiter
     fallbacks: FallbackState
+    kept_streams: KeptStreams
 
     @classmethod
     def of(cls, options: ServerOptions) -> ServerState:
@@ -65,4 +68,5 @@ class ServerState(msgspec.Struct, frozen=True):
             price_book=options.usage.price_book,
             limiter=limiter,
             fallbacks=FallbackState(options.routes),
+            kept_streams=KeptStreams(options.kept_streams),
         )

@@ -20,7 +20,6 @@ from quickstep.json_line import json_line
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import GeneratingApi, Observers
 from quickstep.server.generate.endpoint import (
-    CLIENT_CLOSED,
     GeneratingRoute,
     caller_of,
     endpoint_of,
@@ -30,7 +29,7 @@ from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
 from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import error_facts, json_response, ollama_shape
+from quickstep.server.http.errors import CLIENT_CLOSED, error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry

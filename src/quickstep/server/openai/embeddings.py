@@ -24,7 +24,6 @@ from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import LineResult, Observers, PromptsObserver
 from quickstep.server.generate.endpoint import (
     BYTES_PER_TOKEN,
-    CLIENT_CLOSED,
     caller_of,
     endpoint_of,
 )
@@ -32,7 +31,7 @@ from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import label, token_ids_of
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import GenerationFailed, json_response
+from quickstep.server.http.errors import CLIENT_CLOSED, GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel

@@ -63,6 +63,7 @@ from quickstep.server.responses.request_types import (
 )
 from quickstep.types import SamplingParams
 
+_NO_CONTENT = 204
 _REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _ERRORS: Mapping[ErrorShape, type[msgspec.Struct]] = {
@@ -217,7 +218,9 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
     if not answer:
         answer[route.content_type] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": _ref(names[_error(route)])}}
-    responses: dict[str, Any] = {"200": {"description": route.summary, "content": answer}}
+    good = {"description": route.summary}
+    content = {} if route.status == _NO_CONTENT else {"content": answer}
+    responses: dict[str, Any] = {str(route.status): {**good, **content}}
     for status, facts in STATUSES.items():
         if not facts.is_common:
             continue

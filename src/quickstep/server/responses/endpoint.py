@@ -120,6 +120,7 @@ class Responses:
             ),
             adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
             ignored=reader.ignored,
+            in_background=bool(fields.background),
             writer=partial(ResponsesWriter, model, context),
             **response_flags(fields, model),
         )
@@ -134,6 +135,13 @@ class Responses:
         stored = self._store.get(caller, previous)
         if stored is None:
             raise _PreviousNotFound(previous)
+        status = stored.response.status
+        if status not in ("completed", "incomplete"):
+            raise RequestError(
+                f"previous_response_id {previous[:64]!r} is a response with the status {status}, "
+                "which cannot be continued",
+                param="previous_response_id",
+            )
         return stored.messages
 
 
@@ -167,6 +175,11 @@ def _num_logprobs(fields: ResponsesRequest, model: ServedModel, reader: FieldRea
 def _check_labels(fields: ResponsesRequest, limits: RequestLimits) -> None:
     label("prompt_cache_key", fields.prompt_cache_key, limits)
     checked_metadata(fields.metadata or {}, limits)
+    if fields.background and fields.store is False:
+        raise RequestError(
+            "background: true needs store: true: the response is fetched when it has ended",
+            param="background",
+        )
     if fields.max_tool_calls is not None and fields.max_tool_calls < 1:
         raise RequestError(
             f"max_tool_calls is {fields.max_tool_calls}, it must be at least 1",

@@ -274,6 +274,13 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     store: Annotated[
         bool | None, effect("Whether the response can be fetched and continued; true if not given.")
     ] = None
+    background: Annotated[
+        bool | None,
+        effect(
+            "The response continues when the client leaves: it is fetched, followed or cancelled by"
+            " its id. Needs store."
+        ),
+    ] = None
     text: Annotated[TextConfig | None, effect("The form of the answer.")] = None
     reasoning: Annotated[
         ReasoningConfig | None,
@@ -299,8 +306,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
     n: Annotated[int | None, refused("a response has one output", passes=(1,))] = None
     response_format: Annotated[ResponseFormat | None, refused("send text.format")] = None
-    background: Annotated[Any, refused("a response ends with its request", passes=(False,))] = None
-    background_options: Annotated[Any, refused("a response ends with its request")] = None
+    background_options: Annotated[Any, refused("background: true has no options")] = None
     context_management: Annotated[Any, hint("the input is used unchanged", passes=([],))] = None
     conversation: Annotated[Any, refused("send previous_response_id")] = None
     image: Annotated[Any, refused("the model reads text only")] = None
@@ -312,6 +318,16 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     truncation: Annotated[
         str | None, hint("nothing of the input is left out", passes=("disabled",))
     ] = None
+
+
+class RetrieveQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The query of `GET /v1/responses/{id}`; `include` has no effect. With `stream`, the events of
+    a response in the background come from the one after `starting_after` on.
+    """
+
+    include: str | None = None
+    stream: bool = False
+    starting_after: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -20,7 +20,7 @@ from quickstep.server.responses.request_types import (
     SummaryPart,
 )
 
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -133,7 +133,7 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     error: ResponseError | None
     frequency_penalty: float
     incomplete_details: IncompleteDetails | None
-    background: Literal[False] = False
+    background: bool = False
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None

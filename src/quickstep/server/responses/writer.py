@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from quickstep.server.fields.sampling_fields import TextFormat
 from quickstep.server.generate.generation import Generation, Head
@@ -110,6 +111,7 @@ class ResponsesWriter:
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_ids: dict[int, str] = {}
         self._num_events = 0
+        self._has_ended = False
 
     def opening(self) -> Iterator[bytes]:
         """The events with the empty response."""
@@ -144,6 +146,8 @@ class ResponsesWriter:
         facts = error_facts(error)
         code = "server_error" if facts.status >= 500 else "invalid_prompt"
         response = self._response("failed", ResponseError(code, facts.message))
+        if self._in_background:
+            self._store(response)
         yield _frame(ResponseEvent("response.failed", self._number(), response))
 
     def collect(self, delta: Delta) -> None:
@@ -155,11 +159,43 @@ class ResponsesWriter:
         reason = self._blocks.finish_reason
         is_complete = reason is not None and reason.openai == "stop"
         response = self._response("completed" if is_complete else "incomplete")
+        self._store(response)
+        return response
+
+    @property
+    def response_id(self) -> str:
+        """The id of the response."""
+        return self._id
+
+    def snapshot(self) -> ResponseObject:
+        """The response so far, in progress."""
+        output: list[OutputItem] = [
+            replace(self._item(block), status="in_progress")
+            if self._blocks.is_open(block)
+            else self._item(block)
+            for block in self._blocks.blocks
+        ]
+        return replace(self._response("in_progress"), output=output)
+
+    def cancellation(self) -> Iterator[bytes]:
+        """The event with what was written before the response was cancelled; it is stored here.
+        OpenAI has no event of its own for this end.
+        """
+        if not self._has_ended:
+            response = self._response("cancelled")
+            self._store(response)
+            yield _frame(ResponseEvent("response.incomplete", self._number(), response))
+
+    @property
+    def _in_background(self) -> bool:
+        return self._generation.request.in_background
+
+    def _store(self, response: ResponseObject) -> None:
+        self._has_ended = True
         if self._context.store is not None:
             output = [_as_input(block) for block in self._blocks.blocks]
             messages = (*self._context.messages, *template_messages(output, self._model))
             self._context.store(StoredResponse(response, messages, self._context.input_items))
-        return response
 
     def _begin_events(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")
@@ -307,6 +343,7 @@ class ResponsesWriter:
             completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             error=error,
+            background=self._in_background,
             frequency_penalty=request.sampling.frequency_penalty,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             instructions=fields.instructions,

@@ -1,0 +1,1 @@
+"""Responses that continue without their client and can be read again."""

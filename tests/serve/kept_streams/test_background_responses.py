@@ -1,0 +1,338 @@
+"""Responses in the background: they continue without their client, and any event can be the last
+that a client has.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from client import JSON
+from cut_connection import Steps, cut_call, settled
+from fake_engine import WORDS, FakeEngine, Script
+from route_calls import RESPONSES, saying
+from starlette.applications import Starlette
+
+from quickstep.server.app import app_of_models
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.options import KeptStreamOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
+from quickstep.types import FinishReason
+
+BODY = {"input": "hi", "background": True}
+TEXT = "".join(WORDS)
+ANN, BOB = {"x-api-key": "a"}, {"x-api-key": "b"}
+KEYS = ApiKeys([ApiKey("ann", "a"), ApiKey("bob", "b")])
+
+
+class World:
+    """A server with a scripted engine."""
+
+    def __init__(self, engine: FakeEngine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.models = ModelRegistry.of_one(engine, options)
+        self.app: Starlette = app_of_models(self.models, options)
+        self.streams = self.models.server.kept_streams
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+    async def post(self, url: str = RESPONSES, **fields: Any) -> dict[str, Any]:
+        response = await self.client.post(url, json={**BODY, **fields})
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def get(self, url: str, **params: Any) -> httpx.Response:
+        return await self.client.get(url, params=params)
+
+
+def in_world(
+    steps: Callable[[World], Awaitable[None]],
+    engine: FakeEngine | None = None,
+    options: ServerOptions | None = None,
+) -> None:
+    async def run() -> None:
+        world = World(engine or FakeEngine(), options or ServerOptions())
+        async with world.app.router.lifespan_context(world.app), world.client:
+            await steps(world)
+
+    asyncio.run(run())
+
+
+def data_of(body: bytes) -> list[dict[str, Any]]:
+    """The events, after a check that each has its number as id."""
+    assert body.endswith(b"\n\n")
+    found = []
+    for event in body.decode()[:-2].split("\n\n"):
+        number, name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert number == f"id: {found[-1]['sequence_number']}"
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_response_is_there_whether_or_not_its_client_waits(stream: bool) -> None:
+    async def steps(world: World) -> None:
+        body = {**BODY, "stream": stream}
+        await cut_call(world.app, "POST", RESPONSES, body, num_events=1)
+        await settled(world.streams)
+        assert not world.engine.open_streams
+        (response_id,) = [stream.names[0].name for stream in world.streams.of_owner("")]
+        answer = (await world.get(f"{RESPONSES}/{response_id}")).json()
+        assert (answer["status"], answer["background"]) == ("completed", True)
+        assert answer["output"][0]["content"][0]["text"] == TEXT
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps)
+
+
+def test_the_rest_after_each_event_is_that_of_the_first_stream() -> None:
+    """Cut while it is generated, at every event; resumed before the rest is generated."""
+
+    async def steps(world: World) -> None:
+        num_events = len(data_of((await stream(world, Steps(99), None)).body))
+        assert num_events > len(WORDS)
+        for count in range(num_events):
+            gate = Steps(count)
+            cut = await stream(world, gate, count)
+            (live,) = world.streams.of_owner("")
+            url = f"{RESPONSES}/{live.names[0].name}"
+            last = {"last-event-id": str(count - 1)}
+            after = f"{url}?stream=true&starting_after={count - 1}"
+            readers = [
+                asyncio.create_task(cut_call(world.app, "GET", f"{url}?stream=true")),
+                asyncio.create_task(
+                    cut_call(world.app, "GET", f"{url}?stream=true", headers=last)
+                    if count
+                    else cut_call(world.app, "GET", f"{url}?stream=true")
+                ),
+                asyncio.create_task(
+                    cut_call(world.app, "GET", after if count else f"{url}?stream=true")
+                ),
+            ]
+            await asyncio.sleep(0)
+            gate.set()
+            complete, by_header, by_query = await asyncio.gather(*readers)
+            assert cut.body + by_header.body == cut.body + by_query.body == complete.body
+            assert [each["sequence_number"] for each in data_of(complete.body)] == [
+                *range(num_events)
+            ]
+            late = await world.get(url, stream="true")
+            assert late.content == complete.body
+            world.streams.forget(live)
+
+    async def stream(world: World, gate: Steps, num_events: int | None) -> Any:
+        world.engine.script = Script(gate=gate)  # type: ignore[arg-type]
+        cut = await cut_call(
+            world.app, "POST", RESPONSES, {**BODY, "stream": True}, num_events=num_events
+        )
+        if num_events is None:
+            world.streams.forget(world.streams.of_owner("")[0])
+        return cut
+
+    in_world(steps)
+
+
+def test_a_running_response_shows_what_it_has() -> None:
+    gate = Steps()
+    engine = FakeEngine(script=Script(gate=gate))  # type: ignore[arg-type]
+
+    async def steps(world: World) -> None:
+        begun = await world.post()
+        assert (begun["status"], begun["output"]) == ("in_progress", [])
+        url = f"{RESPONSES}/{begun['id']}"
+        assert (await world.get(url)).json() == begun
+        gate.let(2)
+        while world.engine.num_steps < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (item,) = (await world.get(url)).json()["output"]
+        assert item["status"] == "in_progress"
+        assert item["content"][0]["text"] == "".join(WORDS[:2])
+        refused = await world.client.post(
+            RESPONSES, json={"input": "And?", "previous_response_id": begun["id"]}
+        )
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        gate.set()
+        await settled(world.streams)
+        assert (await world.get(url)).json()["status"] == "completed"
+        again = await world.post(previous_response_id=begun["id"])
+        assert again["previous_response_id"] == begun["id"]
+
+    in_world(steps, engine)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_cancelled_response_ends_with_what_it_has(num_steps: int) -> None:
+    gate = Steps(num_steps)
+    engine = FakeEngine(script=Script(gate=gate))  # type: ignore[arg-type]
+
+    async def steps(world: World) -> None:
+        begun = await world.post()
+        url = f"{RESPONSES}/{begun['id']}"
+        reader = asyncio.create_task(cut_call(world.app, "GET", f"{url}?stream=true"))
+        while world.engine.num_steps < num_steps:
+            await asyncio.sleep(0)
+        cancelled = await world.client.post(f"{url}/cancel")
+        assert cancelled.status_code == 200
+        assert cancelled.json()["status"] == "cancelled"
+        assert not world.engine.open_streams
+        *_, last = data_of((await reader).body)
+        assert last["type"] == "response.incomplete"
+        assert last["response"] == cancelled.json()
+        assert (await world.client.post(f"{url}/cancel")).json() == cancelled.json()
+        assert (await world.get(url)).json() == cancelled.json()
+        refused = await world.client.post(
+            RESPONSES, json={"input": "And?", "previous_response_id": begun["id"]}
+        )
+        assert refused.status_code == 400
+        assert "status cancelled" in refused.text
+
+    in_world(steps, engine)
+
+
+def test_a_response_is_cancelled_at_once() -> None:
+    """Before its task has run at all."""
+    engine = FakeEngine(script=Script(gate=Steps()))  # type: ignore[arg-type]
+
+    async def steps(world: World) -> None:
+        begun = await world.post()
+        (stream,) = world.streams.of_owner("")
+        await world.streams.cancel(stream)
+        assert not world.engine.open_streams
+        assert (await world.get(f"{RESPONSES}/{begun['id']}")).json()["status"] == "cancelled"
+
+    in_world(steps, engine)
+
+
+def test_deleting_a_running_response_ends_it() -> None:
+    engine = FakeEngine(script=Script(endless=True))
+
+    async def steps(world: World) -> None:
+        begun = await world.post()
+        url = f"{RESPONSES}/{begun['id']}"
+        assert (await world.client.delete(url)).json()["deleted"] is True
+        assert not world.engine.open_streams
+        for call in (world.get(url), world.get(url, stream="true")):
+            assert (await call).status_code == 404
+        assert not len(world.streams)
+
+    in_world(steps, engine)
+
+
+def test_a_failed_response_is_there_with_its_error() -> None:
+    engine = FakeEngine(script=saying("x", reason=FinishReason.ERROR, error="the logits are NaN"))
+
+    async def steps(world: World) -> None:
+        begun = await world.post()
+        await settled(world.streams)
+        url = f"{RESPONSES}/{begun['id']}"
+        failed = (await world.get(url)).json()
+        assert failed["status"] == "failed"
+        assert "NaN" in failed["error"]["message"]
+        *_, last = data_of((await world.get(url, stream="true")).content)
+        assert (last["type"], last["response"]) == ("response.failed", failed)
+
+    in_world(steps, engine)
+
+
+def test_another_key_finds_nothing() -> None:
+    engine = FakeEngine(script=Script(gate=Steps()))  # type: ignore[arg-type]
+
+    async def steps(world: World) -> None:
+        begun = await world.client.post(RESPONSES, json=BODY, headers=ANN)
+        url = f"{RESPONSES}/{begun.json()['id']}"
+        calls = [
+            ("GET", url),
+            ("GET", f"{url}?stream=true"),
+            ("POST", f"{url}/cancel"),
+            ("DELETE", url),
+        ]
+        for method, each in calls:
+            found = await world.client.request(method, each, headers=BOB)
+            assert found.status_code == 404, (method, each)
+        assert len(world.engine.open_streams) == 1
+        assert (await world.client.get(url, headers=ANN)).status_code == 200
+
+    in_world(steps, engine, ServerOptions(api_keys=KEYS))
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=true&starting_after=99", None),
+        ("starting_after=1", "starting_after"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("stream=perhaps", "stream"),
+        ("strem=true", "strem"),
+    ],
+)
+def test_a_wrong_query_is_400(query: str, param: str | None) -> None:
+    async def steps(world: World) -> None:
+        begun = await world.post()
+        await settled(world.streams)
+        refused = await world.client.get(f"{RESPONSES}/{begun['id']}?{query}")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+        header = {"last-event-id": "x"}
+        refused = await world.client.get(f"{RESPONSES}/{begun['id']}?stream=true", headers=header)
+        assert refused.json()["error"]["param"] == "last-event-id"
+
+    in_world(steps)
+
+
+def test_other_responses_are_not_followed_or_cancelled() -> None:
+    async def steps(world: World) -> None:
+        answer = await world.post(background=False)
+        url = f"{RESPONSES}/{answer['id']}"
+        followed, cancelled = (
+            await world.get(url, stream="true"),
+            await world.client.post(f"{url}/cancel"),
+        )
+        assert followed.status_code == cancelled.status_code == 400
+        assert "background" in followed.text
+        assert "background" in cancelled.text
+
+    in_world(steps)
+
+
+def test_what_cannot_be_in_the_background_is_refused() -> None:
+    async def steps(world: World) -> None:
+        refused = await world.client.post(RESPONSES, json={**BODY, "store": False})
+        assert refused.json()["error"]["param"] == "background"
+        wrong = await world.client.post(RESPONSES, json={**BODY, "temperature": -1})
+        assert wrong.status_code == 400
+        assert not len(world.streams)
+
+    in_world(steps)
+
+
+def test_running_responses_of_a_key_are_bounded() -> None:
+    engine = FakeEngine(script=Script(gate=Steps()))  # type: ignore[arg-type]
+    options = ServerOptions(kept_streams=KeptStreamOptions(streams_per_key=2), api_keys=KEYS)
+
+    async def steps(world: World) -> None:
+        async def status(key: dict[str, str]) -> int:
+            return (await world.client.post(RESPONSES, json=BODY, headers=key)).status_code
+
+        assert [await status(ANN) for _ in range(3)] == [200, 200, 429]
+        assert await status(BOB) == 200
+        await world.streams.cancel(world.streams.of_owner("ann")[0])
+        assert await status(ANN) == 200  # in the place of the one that has ended
+        assert len(world.streams.of_owner("ann")) == 2
+
+    in_world(steps, engine, options)
+
+
+def test_the_end_of_the_server_ends_them() -> None:
+    engine = FakeEngine(script=Script(endless=True))
+
+    async def steps(world: World) -> None:
+        content = json.dumps(BODY).encode()
+        await world.client.post(RESPONSES, content=content, headers=JSON)
+
+    in_world(steps, engine)
+    assert not engine.open_streams

@@ -1,0 +1,177 @@
+"""A repeated POST with its idempotency key gets the first one's answer, generated once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from client import CHAT, MESSAGES
+from cut_connection import Steps, cut_call
+from fake_engine import FakeEngine, Script
+from test_conversation_streams import ANN, BOB, BODIES, KEYS, World
+
+from quickstep.errors import EngineError
+from quickstep.server.options import KeptStreamOptions, ServerOptions
+from quickstep.types import FinishReason
+
+KEY = {"idempotency-key": "k1"}
+BODY = {"messages": MESSAGES}
+
+
+def in_world(
+    steps: Callable[[World], Awaitable[None]],
+    script: Script | None = None,
+    options: ServerOptions | None = None,
+) -> None:
+    async def run() -> None:
+        world = World(FakeEngine(script=script or Script()), options or ServerOptions())
+        async with world.app.router.lifespan_context(world.app), world.client:
+            await steps(world)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_repeat_gets_the_same_bytes(path: str, body: dict[str, Any]) -> None:
+    async def steps(world: World) -> None:
+        first = await world.client.post(path, json=body, headers=KEY)
+        assert first.status_code == 200
+        assert "idempotent-replayed" not in first.headers
+        again = await world.client.post(path, json=body, headers=KEY)
+        assert again.content == first.content
+        assert again.headers["idempotent-replayed"] == "true"
+        assert again.headers["content-type"] == first.headers["content-type"]
+        assert len(world.engine.submitted) == 1
+        other = await world.client.post(path, json=body, headers={"idempotency-key": "k2"})
+        assert other.status_code == 200
+        assert len(world.engine.submitted) == 2
+
+    in_world(steps)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_repeat_of_a_running_request_follows_it(stream: bool) -> None:
+    """Also where the first client has left: it may come back with its key."""
+    gate = Steps()
+
+    async def steps(world: World) -> None:
+        body = {**BODY, "stream": stream}
+        left = asyncio.Event()
+        first = asyncio.create_task(cut_call(world.app, "POST", CHAT, body, KEY))
+        lost = asyncio.create_task(cut_call(world.app, "POST", CHAT, body, KEY, leave=left))
+        gate.let(2)
+        while world.engine.num_steps < 2:
+            await asyncio.sleep(0)
+        left.set()
+        await lost
+        again = asyncio.create_task(cut_call(world.app, "POST", CHAT, body, KEY))
+        await asyncio.sleep(0)
+        gate.set()
+        found = [await first, await again]
+        assert found[0].is_complete
+        assert found[0].body == found[1].body
+        assert b"test" in found[0].body
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps, Script(gate=gate))  # type: ignore[arg-type]
+
+
+def test_a_key_is_for_one_request() -> None:
+    async def steps(world: World) -> None:
+        await world.client.post(CHAT, json=BODY, headers=KEY)
+        for path, body in ((CHAT, {**BODY, "seed": 1}), ("/chat/completions", BODY)):
+            refused = await world.client.post(path, json=body, headers=KEY)
+            assert refused.status_code == 422
+            error = refused.json()["error"]
+            assert error["code"] == "idempotency_key_reused"
+            assert error["param"] == "idempotency-key"
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps)
+
+
+def test_each_api_key_has_its_own() -> None:
+    async def steps(world: World) -> None:
+        ids = []
+        for key in (ANN, BOB, ANN):
+            answer = await world.client.post(CHAT, json=BODY, headers={**KEY, **key})
+            ids.append(answer.json()["id"])
+        assert ids[0] == ids[2] != ids[1]
+
+    in_world(steps, options=ServerOptions(api_keys=KEYS))
+
+
+def test_errors_are_not_repeated() -> None:
+    """Before the response began, or in it: nothing was answered."""
+
+    async def steps(world: World) -> None:
+        wrong = await world.client.post(CHAT, json={**BODY, "n": -1}, headers=KEY)
+        assert wrong.status_code == 400
+        world.engine.refusals = [EngineError("the engine restarts")]
+        refused = await world.client.post(CHAT, json=BODY, headers=KEY)
+        assert refused.status_code == 503
+        world.engine.script = Script(FinishReason.ERROR, error="the logits are NaN")
+        for stream in (False, True):
+            failed = await world.client.post(CHAT, json={**BODY, "stream": stream}, headers=KEY)
+            assert "NaN" in failed.text
+        world.engine.script = Script()
+        good = await world.client.post(CHAT, json=BODY, headers=KEY)
+        assert good.status_code == 200
+        again = await world.client.post(CHAT, json=BODY, headers=KEY)
+        assert again.content == good.content
+
+    in_world(steps)
+
+
+def test_headers_of_the_first_answer_come_with_the_repeat() -> None:
+    async def steps(world: World) -> None:
+        body = {**BODY, "nonsense": 1}
+        for _ in range(2):
+            answer = await world.client.post(CHAT, json=body, headers=KEY)
+            assert answer.headers["x-quickstep-ignored"] == "nonsense"
+
+    in_world(steps)
+
+
+def test_an_answer_that_is_too_long_is_not_repeated() -> None:
+    options = ServerOptions(kept_streams=KeptStreamOptions(stream_bytes=64 * 1024))
+
+    async def steps(world: World) -> None:
+        body = {**BODY, "stream": True}
+        first = await world.client.post(CHAT, json=body, headers=KEY)
+        assert first.text.endswith("data: [DONE]\n\n")
+        lost = await world.client.post(CHAT, json=body, headers=KEY)
+        assert lost.status_code == 409
+        assert lost.json()["error"]["code"] == "idempotent_answer_lost"
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps, Script(words=("x" * 10_000,) * 20), options)
+
+
+def test_it_goes_with_a_conversation_and_with_the_background() -> None:
+    async def steps(world: World) -> None:
+        both = {**KEY, "x-conversation-id": "c"}
+        first = await world.client.post(CHAT, json=BODY, headers=both)
+        again = await world.client.post(CHAT, json=BODY, headers=both)
+        assert again.content == first.content
+        assert (await world.call("GET", "/v1/stream/c")).content == first.content
+        header = {"idempotency-key": "k2"}
+        body = {"input": "hi", "background": True}
+        ids = {
+            (await world.client.post("/v1/responses", json=body, headers=header)).json()["id"]
+            for _ in range(2)
+        }
+        assert len(ids) == 1
+        assert len(world.engine.submitted) == 2
+
+    in_world(steps)
+
+
+def test_a_header_that_comes_twice_is_400() -> None:
+    async def steps(world: World) -> None:
+        headers = [("idempotency-key", "a"), ("idempotency-key", "b")]
+        refused = await world.client.post(CHAT, json=BODY, headers=headers)
+        assert refused.status_code == 400
+        assert "twice" in refused.text
+
+    in_world(steps)
