@@ -27,8 +27,6 @@ from quickstep.ops.resolve import resolve_ops
 
 FALLBACK_CASES = (
     Case("gpt-neox", "GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
-    Case("starcoder2", "Starcoder2", {"sliding_window": 9}),
-    Case("cohere", "Cohere", {"logit_scale": 0.5}),
     Case("gpt2", "GPT2", {"num_key_value_heads": None}),
     Case("qwen2-moe", "Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2}),
 )

@@ -207,6 +207,21 @@ CASES = (
         "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6,
         "top_k_experts": 3, "moe_intermediate_size": 40,
     }),
+    Case("cohere", "Cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
+    Case("cohere2", "Cohere2", {
+        "logit_scale": 0.5, "sliding_window": 7, "num_hidden_layers": 4, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    Case("nemotron", "Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    Case("stablelm", "StableLm", {"use_qkv_bias": True} | rope(
+        "default", partial_rotary_factor=0.5,
+    )),
+    Case("stablelm-parallel", "StableLm", {"use_parallel_residual": True} | rope(
+        "default", partial_rotary_factor=0.25,
+    )),
+    Case("starcoder2", "Starcoder2", {"sliding_window": 9}),
+    Case("phi", "Phi", {"num_key_value_heads": None} | rope("default", partial_rotary_factor=0.5)),
+    Case("arcee", "Arcee", {"mlp_bias": True}),
     Case("ministral3", "Ministral3", {"head_dim": 16} | rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
         llama_4_scaling_beta=0.3,

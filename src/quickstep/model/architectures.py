@@ -87,6 +87,11 @@ class Architecture(msgspec.Struct, frozen=True):
         clamped_swiglu: The activation is gpt-oss's, whatever `activation_key` says.
         sizes: What of its layers differs from the model's sizes.
         value_norm, layer_scalars, layer_inputs: As in `ModelSpec`.
+        layer_norm, norm_bias, gated, head_bias: As in `ModelSpec`.
+        norm_eps_key: The config key of the norms' epsilon.
+        parallel_key: A key that makes attention and MLP parallel.
+        logit_scale_key: The key of a factor of the logits.
+        switched_qk_norm: The norm that `qk_norm_key` switches on.
     """
 
     defaults: Mapping[str, object]
@@ -116,6 +121,14 @@ class Architecture(msgspec.Struct, frozen=True):
     value_norm: bool = False
     layer_scalars: bool = False
     layer_inputs: Callable[[ConfigFields], LayerInputs | None] = _no_inputs
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated: bool = True
+    head_bias: bool = False
+    norm_eps_key: str = "rms_norm_eps"
+    parallel_key: str | None = None
+    logit_scale_key: str | None = None
+    switched_qk_norm: QKNorm = QKNorm.HEAD
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -442,6 +455,143 @@ _GEMMA4 = Architecture(
 )
 
 
+_COHERE_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+)
+# what every released file says of the family
+_COHERE_NEUTRAL: Mapping[str, object] = MappingProxyType(
+    {
+        "use_parallel_block": True,
+        "use_gated_activation": True,
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "use_embedding_sharing": True,
+        "use_parallel_embedding": True,
+        "order_of_interleaved_layers": "local_attn_first",
+    }
+)
+
+_COHERE = Architecture(
+    defaults=_defaults(**_COHERE_SIZES),
+    neutral=_COHERE_NEUTRAL,
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.PARALLEL,
+    qk_norm_key="use_qk_norm",
+    switched_qk_norm=QKNorm.EACH_HEAD,
+    layer_norm=True,
+    norm_eps_key="layer_norm_eps",
+    logit_scale_key="logit_scale",
+    ropes=patterns.interleaved_rope,
+)
+
+_COHERE2 = Architecture(
+    defaults=_defaults(**_COHERE_SIZES, sliding_window=4096),
+    neutral=_COHERE_NEUTRAL,
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.PARALLEL,
+    layer_norm=True,
+    norm_eps_key="layer_norm_eps",
+    logit_scale_key="logit_scale",
+    windows=patterns.cohere2_windows,
+    ropes=patterns.cohere2_ropes,
+)
+
+_NEMOTRON = Architecture(
+    defaults=_defaults(
+        hidden_act="relu2",
+        norm_eps=1e-5,
+        max_position_embeddings=4096,
+        partial_rotary_factor=0.5,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    norm_offset=1.0,
+    layer_norm=True,
+    norm_bias=True,
+    gated=False,
+    norm_eps_key="norm_eps",
+)
+
+_STABLELM = Architecture(
+    defaults=_defaults(
+        layer_norm_eps=1e-5,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        partial_rotary_factor=0.25,
+    ),
+    bias_key="use_qkv_bias",
+    output_bias=False,
+    layer_norm=True,
+    norm_bias=True,
+    norm_eps_key="layer_norm_eps",
+    parallel_key="use_parallel_residual",
+)
+
+_STARCODER2 = Architecture(
+    defaults=_defaults(
+        hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=1e-5,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    bias_key="use_bias",
+    mlp_bias_key="use_bias",
+    layer_norm=True,
+    norm_bias=True,
+    gated=False,
+    norm_eps_key="norm_epsilon",
+    windows=patterns.every_layer_window,
+    naming=TensorNaming(
+        renames=((".mlp.c_fc.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."))
+    ),
+)
+
+_PHI = Architecture(
+    defaults=_defaults(
+        hidden_act="gelu_new",
+        layer_norm_eps=1e-5,
+        max_position_embeddings=2048,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    norm_placement=NormPlacement.PARALLEL,
+    layer_norm=True,
+    norm_bias=True,
+    gated=False,
+    head_bias=True,
+    norm_eps_key="layer_norm_eps",
+    naming=TensorNaming(
+        renames=(
+            (".self_attn.dense.", ".self_attn.o_proj."),
+            (".mlp.fc1.", ".mlp.up_proj."),
+            (".mlp.fc2.", ".mlp.down_proj."),
+            ("model.final_layernorm.", "model.norm."),
+        )
+    ),
+)
+
+_ARCEE = Architecture(
+    defaults=_defaults(
+        hidden_act="relu2",
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    gated=False,
+)
+
+
 def _wrapped(naming: TensorNaming) -> TensorNaming:
     """As part of a larger model, under the names that these have had."""
     return replace(
@@ -454,17 +604,19 @@ def _wrapped(naming: TensorNaming) -> TensorNaming:
 
 _QWEN3_VL_MOE = replace(
     _QWEN3_MOE,
-    defaults=_QWEN3_MOE.defaults
-    | {
-        "rope_theta": 500_000.0,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 4,
-        "num_experts": 60,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 128_000,
-        "tie_word_embeddings": True,
-    },
+    defaults=MappingProxyType(
+        {
+            **_QWEN3_MOE.defaults,
+            "rope_theta": 500_000.0,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128_000,
+            "tie_word_embeddings": True,
+        }
+    ),
     experts=patterns.qwen_vl_experts,
     naming=_wrapped(
         TensorNaming(
@@ -700,6 +852,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "MinistralForCausalLM": _MINISTRAL,
         "Ministral3ForCausalLM": _MINISTRAL3,
         "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+        "CohereForCausalLM": _COHERE,
+        "Cohere2ForCausalLM": _COHERE2,
+        "NemotronForCausalLM": _NEMOTRON,
+        "StableLmForCausalLM": _STABLELM,
+        "Starcoder2ForCausalLM": _STARCODER2,
+        "PhiForCausalLM": _PHI,
+        "ArceeForCausalLM": _ARCEE,
         "Gemma4ForCausalLM": _GEMMA4,
         "Gemma4ForConditionalGeneration": replace(_GEMMA4, naming=_wrapped(_GEMMA4.naming)),
     }
@@ -747,6 +906,13 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "mistral3": "Mistral3ForConditionalGeneration",
         "gemma4": "Gemma4ForConditionalGeneration",
         "gemma4_text": "Gemma4ForCausalLM",
+        "cohere": "CohereForCausalLM",
+        "cohere2": "Cohere2ForCausalLM",
+        "nemotron": "NemotronForCausalLM",
+        "stablelm": "StableLmForCausalLM",
+        "starcoder2": "Starcoder2ForCausalLM",
+        "phi": "PhiForCausalLM",
+        "arcee": "ArceeForCausalLM",
     }
 )
 

@@ -18,19 +18,25 @@ from quickstep.model.rope_spec import RopeSpec
 
 
 class NormPlacement(enum.Enum):
-    """The place of a sub-block's norms: before it, after it, or on both sides."""
+    """The place of a sub-block's norms: before it, after it, or on both sides. Parallel: one norm
+    before attention and MLP, which both read it, and whose outputs are added.
+    """
 
     PRE = "pre"
     POST = "post"
     SANDWICH = "sandwich"
+    PARALLEL = "parallel"
 
 
 class QKNorm(enum.Enum):
-    """The norm on queries and keys before the rotation: none, per head, or over all heads."""
+    """The norm on queries and keys before the rotation: none, per head (with one weight or with one
+    of each head), or over all heads.
+    """
 
     NONE = "none"
     HEAD = "head"
     FULL = "full"
+    EACH_HEAD = "each_head"
 
 
 class MoESpec(msgspec.Struct, frozen=True):
@@ -209,6 +215,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         value_norm: Values are normed, without a weight, before they are kept.
         layer_scalars: A number of each layer multiplies its output.
         layer_inputs: What each layer gets of its own; None for nothing.
+        layer_norm: Norms subtract the mean (LayerNorm); with `norm_bias`, those of the stream add a
+            bias.
+        gated: The MLP has a gate; otherwise its activation is of up itself.
+        head_bias: The output projection has a bias.
     """
 
     architecture: str
@@ -248,6 +258,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     value_norm: bool = False
     layer_scalars: bool = False
     layer_inputs: LayerInputs | None = None
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated: bool = True
+    head_bias: bool = False
 
     @property
     def kv_size(self) -> KVSize:

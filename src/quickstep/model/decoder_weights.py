@@ -24,7 +24,9 @@ class AttentionWeights(msgspec.Struct, frozen=True):
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
-    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
+    """gate_up: hidden -> 2 * width, gate first, or up only of an MLP without a gate; down_proj:
+    width -> hidden.
+    """
 
     gate_up: LinearWeight
     down_proj: LinearWeight
@@ -77,7 +79,8 @@ class ModelInputWeights(msgspec.Struct, frozen=True):
 class LayerWeights(msgspec.Struct, frozen=True):
     """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
-    `scalar` multiplies the layer's output; None for 1.
+    `scalar` multiplies the layer's output; None for 1. Biases are of the norms before attention and
+    before the feed-forward part.
     """
 
     attention: AttentionWeights
@@ -88,6 +91,8 @@ class LayerWeights(msgspec.Struct, frozen=True):
     post_feedforward_layernorm: AnyTensor | None
     inputs: LayerInputWeights | None = None
     scalar: float | None = None
+    input_bias: AnyTensor | None = None
+    feedforward_bias: AnyTensor | None = None
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
@@ -102,3 +107,4 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     final_norm: AnyTensor
     lm_head: LinearWeight | None
     layer_inputs: ModelInputWeights | None = None
+    final_bias: AnyTensor | None = None

@@ -547,3 +547,17 @@ def gemma4_experts(fields: ConfigFields) -> MoESpec | None:
 def gemma4_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """All layers or none."""
     return (fields.flag("enable_moe_block"),) * num_layers
+
+
+def cohere2_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each `sliding_window_pattern`-th (3 to 1 by default)."""
+    period = fields.optional_integer("sliding_window_pattern") or 4
+    fields.optional_integer("layer_switch")  # the same number
+    return _every_nth_full(fields, num_layers, period)
+
+
+def cohere2_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Neighbours are turned where layers slide; full layers leave positions out."""
+    ropes = interleaved_rope(fields, num_layers, head_size)
+    windows = cohere2_windows(fields, num_layers)
+    return replace(ropes, of_layer=tuple(None if window is None else 0 for window in windows))

@@ -30,6 +30,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     LAYER_SCALAR,
     MIXTURE_NORMS,
     ROUTER_SCALE,
+    bias_of,
     layer_norms,
     qkv_parts,
 )
@@ -289,7 +290,10 @@ class _Packing:
         final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
         has_inputs = self._spec.layer_inputs is not None
         inputs = self._inputs_of_model(names.prefix) if has_inputs else None
-        return DecoderWeights(embedding, layers, final_norm, projection, inputs)
+        final_bias = None
+        if self._spec.norm_bias:
+            final_bias = self._reader.tensor(f"{names.prefix}norm.bias")
+        return DecoderWeights(embedding, layers, final_norm, projection, inputs, final_bias)
 
     def outer(
         self, names: DecoderNames
@@ -303,8 +307,12 @@ class _Packing:
             return embedding if stage.is_first else None, projection if stage.is_last else None
         return (
             self._embedding(names.embed_tokens) if stage.is_first else None,
-            self._matrix((names.lm_head,)) if stage.is_last else None,
+            self._head(names.lm_head) if stage.is_last else None,
         )
+
+    def _head(self, name: str) -> LinearWeight:
+        bias = self._reader.tensor(bias_of(name)) if self._spec.head_bias else None
+        return self._matrix((name,), bias)
 
     def _tied(self, names: DecoderNames) -> tuple[AnyTensor | LinearWeight, LinearWeight]:
         """Embedding and output projection of a tied model: one weight, unless files differ."""
@@ -336,6 +344,10 @@ class _Packing:
         def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
+        def bias(name: str | None) -> AnyTensor | None:
+            has_bias = name is not None and self._spec.norm_bias
+            return self._reader.tensor(f"{start}{name}.bias") if has_bias else None
+
         names = self._norms
         return LayerWeights(
             attention=self._attention(f"{start}self_attn.", layer),
@@ -346,6 +358,8 @@ class _Packing:
             post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
             inputs=None if self._spec.layer_inputs is None else self._inputs_of_layer(start),
             scalar=self._scalar(f"{start}{LAYER_SCALAR}") if self._spec.layer_scalars else None,
+            input_bias=bias(names.input_layernorm),
+            feedforward_bias=bias(names.pre_feedforward_layernorm),
         )
 
     def _scalar(self, name: str) -> float:
@@ -383,6 +397,7 @@ class _Packing:
     def _dense(self, start: str) -> MLPWeights:
         fused = self._spec.naming.fused_gate_up
         parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+        parts = parts if self._spec.gated else ("up_proj",)
         bias = self._spec.mlp_bias
         return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import Projection, embedding_number, lm_head_number
 from quickstep.model.checkpoint.gguf_file import BLOCKS
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.checkpoint.tensor_schema import bias_of
+from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.ops.table import LoRAPart, Ranks
 from quickstep.ops.tensors import FLOAT32, AnyTensor, Array, HostTensor
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
@@ -101,7 +102,7 @@ class ShardedSource:
         self, source: TensorSource, spec: ModelSpec, names: DecoderNames, shard: Shard
     ) -> None:
         self._source = source
-        self._outer = (names.embed_tokens, names.lm_head)
+        self._outer = (names.embed_tokens, names.lm_head, bias_of(names.lm_head))
         self._vocab = shard.outputs(spec.vocab_size), spec.vocab_size
         self._modules = _module_rows(spec, shard)
         self._experts, self._of_experts = f".{spec.naming.experts}.", _expert_rows(spec, shard)
@@ -231,7 +232,8 @@ def _outputs(number: int, spec: ModelSpec, shard: Shard) -> tuple[range, ...]:
     if projection is Projection.ROUTER:
         assert spec.moe is not None
         return (range(spec.moe.num_experts),)
-    return _module_rows(spec, shard)[_MODULES[projection]][0]
+    is_up = projection is Projection.GATE_UP and not spec.gated
+    return _module_rows(spec, shard)["up_proj" if is_up else _MODULES[projection]][0]
 
 
 def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:
@@ -243,6 +245,10 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
     num_queries, num_keys = spec.num_heads * size, spec.num_kv_heads * size
     hidden = shard.outputs(spec.hidden_size)
     fused_keys = _moved(keys, num_queries)
+    of_each_head = {
+        "q_norm": ((heads,), spec.num_heads),
+        "k_norm": ((kv_heads,), spec.num_kv_heads),
+    }
     return {
         "q_proj": ((queries,), num_queries),
         "k_proj": ((keys,), num_keys),
@@ -254,6 +260,7 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
         "o_proj": ((hidden,), spec.hidden_size),
         **_mlp_rows(spec.intermediate_size, spec.hidden_size, shard),
         "sinks": ((heads,), spec.num_heads),
+        **(of_each_head if spec.qk_norm is QKNorm.EACH_HEAD else {}),
     }
 
 

@@ -33,6 +33,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
     LongContext,
     ModelSpec,
+    NormPlacement,
     QKNorm,
 )
 from quickstep.model.layer_patterns import make_layers
@@ -48,6 +49,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_WITHOUT_GATE = {"relu": "relu", "relu2": "relu2"}
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -196,11 +198,11 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         max_model_len=ropes.max_model_len,
         layers=entry.sizes(fields, make_layers(windows, ropes, sparse)),
         ropes=ropes.specs,
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number(entry.norm_eps_key),
         attention_scale=entry.scale(fields, head_size),
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
         activation=_activation(fields, entry),
-        norm_placement=entry.norm_placement,
+        norm_placement=_norm_placement(fields, entry),
         norm_offset=entry.norm_offset,
         qk_norm=_qk_norm(fields, entry),
         qkv_bias=entry.qkv_bias or bias,
@@ -211,13 +213,17 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         logit_softcap=_softcap(fields, entry, "final_logit_softcapping"),
         embedding_multiplier=hidden_size**0.5 if entry.scaled_embedding else embedding,
         residual_multiplier=fields.number("residual_multiplier") if multiplied else 1.0,
-        logit_divisor=fields.number("logits_scaling") if multiplied else 1.0,
+        logit_divisor=_logit_divisor(fields, entry),
         tied=fields.flag("tie_word_embeddings"),
         moe=entry.experts(fields),
         naming=entry.naming,
         value_norm=entry.value_norm,
         layer_scalars=entry.layer_scalars,
         layer_inputs=entry.layer_inputs(fields),
+        layer_norm=entry.layer_norm,
+        norm_bias=entry.norm_bias,
+        gated=entry.gated,
+        head_bias=entry.head_bias,
     )
 
 
@@ -226,10 +232,22 @@ def _activation(fields: ConfigFields, entry: Architecture) -> str:
     if entry.clamped_swiglu:
         return _clamped_swiglu(fields)
     name = fields.text(entry.activation_key)
-    if name not in _ACTIVATIONS:
-        known = ", ".join(sorted(_ACTIVATIONS))
+    possible = _ACTIVATIONS if entry.gated else _ACTIVATIONS | _WITHOUT_GATE
+    if name not in possible:
+        known = ", ".join(sorted(possible))
         raise ConfigError(f"config.json asks for activation {name!r}; supported are {known}")
-    return _ACTIVATIONS[name]
+    return possible[name]
+
+
+def _norm_placement(fields: ConfigFields, entry: Architecture) -> NormPlacement:
+    is_parallel = entry.parallel_key is not None and fields.flag(entry.parallel_key)
+    return NormPlacement.PARALLEL if is_parallel else entry.norm_placement
+
+
+def _logit_divisor(fields: ConfigFields, entry: Architecture) -> float:
+    if entry.logit_scale_key is not None:
+        return 1.0 / (fields.optional_number(entry.logit_scale_key) or 1.0)
+    return fields.number("logits_scaling") if entry.multipliers else 1.0
 
 
 def _output_bias(fields: ConfigFields, entry: Architecture, bias: bool) -> bool:
@@ -240,7 +258,7 @@ def _output_bias(fields: ConfigFields, entry: Architecture, bias: bool) -> bool:
 
 def _qk_norm(fields: ConfigFields, entry: Architecture) -> QKNorm:
     is_switched = entry.qk_norm_key is not None and fields.flag(entry.qk_norm_key)
-    return QKNorm.HEAD if is_switched else entry.qk_norm
+    return entry.switched_qk_norm if is_switched else entry.qk_norm
 
 
 def _clamped_swiglu(fields: ConfigFields) -> str:

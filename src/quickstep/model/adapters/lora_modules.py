@@ -206,6 +206,8 @@ def _dense_modules(
     gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
     if naming.fused_gate_up:
         gate_up = [("mlp.gate_up_proj", 2 * width)]
+    if not spec.gated:
+        gate_up = [("mlp.up_proj", width)]
     attention = [
         (Projection.QKV, qkv, hidden),
         (Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries),

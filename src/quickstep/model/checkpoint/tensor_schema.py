@@ -53,6 +53,8 @@ def layer_norms(spec: ModelSpec) -> LayerNorms:
     """The norms of every layer. Note `post_attention_layernorm`: its place differs by family."""
     if spec.norm_placement is NormPlacement.PRE:
         return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
+    if spec.norm_placement is NormPlacement.PARALLEL:
+        return LayerNorms("input_layernorm", None, None, None)
     if spec.norm_placement is NormPlacement.POST:
         return LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     return LayerNorms(
@@ -63,14 +65,23 @@ def layer_norms(spec: ModelSpec) -> LayerNorms:
     )
 
 
+def bias_of(weight: str) -> str:
+    """The name of the bias of a matrix or a norm."""
+    return f"{weight.removesuffix('.weight')}.bias"
+
+
 def outer_tensors(spec: ModelSpec, prefix: str, head: str) -> Shapes:
     """The tensors outside of the layers. A tied model has no output projection of its own."""
     shapes: Shapes = {
         f"{prefix}embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         f"{prefix}norm.weight": (spec.hidden_size,),
     }
+    if spec.norm_bias:
+        shapes[f"{prefix}norm.bias"] = (spec.hidden_size,)
     if not spec.tied:
         shapes[head] = (spec.vocab_size, spec.hidden_size)
+    if spec.head_bias:
+        shapes[bias_of(head)] = (spec.vocab_size,)
     inputs = spec.layer_inputs
     if inputs is not None:
         width = spec.num_layers * inputs.size
@@ -87,6 +98,8 @@ def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     relative = dict(_attention(spec, layer))
     for name in _norm_names(spec, layer.sparse):
         relative[f"{name}.weight"] = (spec.hidden_size,)
+        if spec.norm_bias:
+            relative[f"{name}.bias"] = (spec.hidden_size,)
     relative.update(_mlp(spec, layer.sparse))
     if spec.layer_inputs is not None:
         size, hidden = spec.layer_inputs.size, spec.hidden_size
@@ -150,10 +163,14 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]
     if spec.sinks:
         yield "self_attn.sinks", (spec.num_heads,)
     if spec.qk_norm is not QKNorm.NONE:
-        is_full = spec.qk_norm is QKNorm.FULL
-        yield "self_attn.q_norm.weight", (queries if is_full else spec.head_size,)
+        size = spec.head_size
+        of_queries, of_keys = {
+            QKNorm.FULL: ((queries,), (keys,)),
+            QKNorm.EACH_HEAD: ((spec.num_heads, size), (spec.num_kv_heads, size)),
+        }.get(spec.qk_norm, ((size,), (size,)))
+        yield "self_attn.q_norm.weight", of_queries
         if layer.kv_from is None:
-            yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
+            yield "self_attn.k_norm.weight", of_keys
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
@@ -187,7 +204,7 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             ("up_proj", width, hidden),
             ("down_proj", hidden, width),
         ]
-    for name, outputs, inputs in projections:
+    for name, outputs, inputs in projections if spec.gated else projections[1:]:
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
 
 

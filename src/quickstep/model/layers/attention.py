@@ -81,10 +81,10 @@ class Attention:
             q, k = self._norm_complete_qk(q, k)
         q = q.view(-1, own.num_heads, own.head_size)
         k, v = (part.view(-1, own.num_kv_heads, own.head_size) for part in (k, v))
-        if own.qk_norm is QKNorm.HEAD:
+        if own.qk_norm in (QKNorm.HEAD, QKNorm.EACH_HEAD):
             q, k = self._norm_qk(q, k)
         if weights.v_norm is not None:
-            v = self._ops.rms_norm(v, weights.v_norm)
+            v = self._ops.norm(v, weights.v_norm)
         return q, k, v
 
     def _queries(self, x: Tensor, step: LayerStep) -> Tensor:
@@ -94,7 +94,7 @@ class Attention:
         q = q.view(-1, own.num_heads, own.head_size)
         if own.qk_norm is QKNorm.HEAD:
             assert weights.q_norm is not None
-            q = self._ops.rms_norm(q, weights.q_norm)
+            q = self._ops.norm(q, weights.q_norm)
         if self._query_rope is None:
             return q
         rotation = step.rotations[self._query_rope]
@@ -114,4 +114,4 @@ class Attention:
     def _norm_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         weights = self._weights
         assert weights.q_norm is not None and weights.k_norm is not None
-        return self._ops.rms_norm(q, weights.q_norm), self._ops.rms_norm(k, weights.k_norm)
+        return self._ops.norm(q, weights.q_norm), self._ops.norm(k, weights.k_norm)

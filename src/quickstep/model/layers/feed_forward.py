@@ -46,7 +46,9 @@ class MLP:
     def computed(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
         """Of x [T, hidden]."""
         ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
-        if lora is None and table.gated_linear is not None:
+        if not spec.gated:
+            x = ops.activation(ops.linear(x, weights.gate_up, Projection.GATE_UP, lora), None)
+        elif lora is None and table.gated_linear is not None:
             x = table.gated_linear(x, weights.gate_up, spec.activation)
         else:
             gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
@@ -119,7 +121,7 @@ class MLPAndExperts:
     def forward(self, x: Tensor, lora: LoRAMapping | None, stream: Tensor) -> Tensor:
         """`FeedForward.forward`."""
         ops, norms = self._ops, self._norms
-        dense = ops.rms_norm(self._mlp.computed(x, lora), norms.mlp)
-        routed = ops.rms_norm(stream, norms.router) * ops.spec.hidden_size**-0.5
-        mixed = self._experts.computed(ops.rms_norm(stream, norms.before), routed, lora)
-        return dense + ops.rms_norm(mixed, norms.after)
+        dense = ops.norm(self._mlp.computed(x, lora), norms.mlp)
+        routed = ops.norm(stream, norms.router) * ops.spec.hidden_size**-0.5
+        mixed = self._experts.computed(ops.norm(stream, norms.before), routed, lora)
+        return dense + ops.norm(mixed, norms.after)
