@@ -314,7 +314,8 @@ int qs_group_post(qs_group* group, const qs_message* message) {
     posted.num_parents += step.rows[i].num_parents;
     posted.num_block_ids += step.rows[i].num_blocks;
   }
-  const int64_t num_words = 6 * step.num_rows + posted.num_tokens + posted.num_parents +
+  const int64_t row_words = static_cast<int64_t>(sizeof(qs_step_row)) / 8;
+  const int64_t num_words = row_words * step.num_rows + posted.num_tokens + posted.num_parents +
                             2 * step.num_emitting + posted.has_adapters * step.num_rows;
   const int64_t wanted = padded(sizeof(Posted)) + 8 * num_words + padded(4 * posted.num_block_ids) +
                          padded(message->num_bytes);

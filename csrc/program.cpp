@@ -98,6 +98,7 @@ struct qs_program {
   Beginning* following;  // [num_ops] of products: of the next product, after the last the first
   bool* becomes_activations;  // [num_ops] of a product that the op after it, and no other, reads
   // of the step that runs
+  int64_t num_rows;
   int64_t num_tokens;
   int64_t num_emitting;
   int64_t max_blocks;
@@ -109,6 +110,9 @@ struct qs_program {
   AttentionRows emitting;  // up to capacity_emitting: one token each
   LoRATokens lora;
   LoRATokens lora_emitting;
+  Grown state_rows;      // [num_rows] qs_state_row
+  const qs_state_save* saves;
+  int64_t num_saves;
   Grown token_adapters;  // [num_tokens] const qs_lora*, if a row of the step has one
   Grown scratch;
   qs_group* group = nullptr;  // the ranks that the ops meet
@@ -148,6 +152,7 @@ bool is_tree(const qs_step_row& row) {
 // Counts of the step; QS_INVALID unless they fit the bound memory and the rows their blocks.
 int measure(qs_program* program, const qs_step& step) {
   const qs_program_inputs& inputs = program->inputs;
+  program->num_rows = step.num_rows;
   program->num_emitting = step.num_emitting;
   program->num_tokens = 0;
   program->max_blocks = 0;
@@ -286,6 +291,13 @@ int place(qs_program* program, const qs_step& step) {
       !program->emitting.begin(step.num_emitting, max_blocks, step.num_emitting * depth)) {
     return QS_OUT_OF_MEMORY;
   }
+  const int64_t state_bytes = step.num_rows * static_cast<int64_t>(sizeof(qs_state_row));
+  if (!program->state_rows.reserve(state_bytes)) return QS_OUT_OF_MEMORY;
+  for (int64_t i = 0; i < step.num_rows; ++i) {
+    static_cast<qs_state_row*>(program->state_rows.data)[i] = step.rows[i].state;
+  }
+  program->saves = step.saves;
+  program->num_saves = step.num_saves;
   memcpy(program->inputs.token_ids, step.token_ids, program->num_tokens * sizeof(int64_t));
   program->row_offsets[0] = 0;
   for (int64_t i = 0; i < step.num_rows; ++i) place_row(program, i, step.rows[i]);
@@ -465,6 +477,55 @@ int run_experts(qs_program* program, const qs_op& op, int64_t rows) {
   return qs_experts_run(program->context, experts, &call);
 }
 
+// The rows of the step; the op's slots are in `states`.
+qs_state_rows state_rows_of(const qs_program* program, void* states, int64_t num_slots,
+                            int64_t slot_floats) {
+  qs_state_rows rows = {};
+  rows.num_rows = program->num_rows;
+  rows.row_offsets = program->row_offsets;
+  rows.rows = static_cast<const qs_state_row*>(program->state_rows.data);
+  rows.saves = program->saves;
+  rows.num_saves = program->num_saves;
+  rows.states = static_cast<float*>(states);
+  rows.num_slots = num_slots;
+  rows.slot_floats = slot_floats;
+  return rows;
+}
+
+int run_short_conv(qs_program* program, const qs_op& op) {
+  qs_short_conv_call call = {};
+  call.dtype = op.dtype;
+  call.num_channels = op.size[0];
+  call.width = static_cast<int32_t>(op.size[1]);
+  call.x_stride = op.stride[0];
+  call.x = op.in[0];
+  call.taps = static_cast<const float*>(op.in[1]);
+  call.bias = static_cast<const float*>(op.in[2]);
+  call.rows = state_rows_of(program, op.out[1], op.size[2], op.size[3]);
+  call.out = op.out[0];
+  return qs_short_conv(program->context, &call);
+}
+
+int run_delta(qs_program* program, const qs_op& op) {
+  qs_delta_call call = {};
+  call.dtype = op.dtype;
+  call.width = op.option;
+  call.num_key_heads = op.size[0];
+  call.num_value_heads = op.size[1];
+  call.key_size = op.size[4] & 0xffffffff;
+  call.value_size = op.size[4] >> 32;
+  call.x_stride = op.stride[0];
+  call.eps = static_cast<float>(op.scalar[0]);
+  call.x = op.in[0];
+  call.taps = static_cast<const float*>(op.in[1]);
+  call.rates = static_cast<const float*>(op.in[2]);
+  call.biases = static_cast<const float*>(op.in[3]);
+  call.norm = static_cast<const float*>(op.in[4]);
+  call.rows = state_rows_of(program, op.out[1], op.size[2], op.size[3]);
+  call.out = op.out[0];
+  return qs_delta(program->context, &call);
+}
+
 int route(qs_program* program, const qs_op& op, int64_t rows) {
   qs_route_call call = {};
   call.dtype = op.dtype;
@@ -572,6 +633,13 @@ int run_op(qs_program* program, const qs_op& op) {
       return route(program, op, rows);
     case QS_OP_EXPERTS:
       return run_experts(program, op, rows);
+    case QS_OP_GATE:
+      return qs_gate(context, op.dtype, op.in[0], op.in[1], op.stride[0], rows, op.size[0],
+                     op.size[1], op.out[0]);
+    case QS_OP_SHORT_CONV:
+      return run_short_conv(program, op);
+    case QS_OP_DELTA:
+      return run_delta(program, op);
     case QS_OP_LOCAL_IDS:
       return qs_local_ids(static_cast<const int64_t*>(op.in[0]), rows, op.size[0], op.size[1],
                           op.size[2], static_cast<int64_t*>(op.out[0]));

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 15
+#define QS_ABI_VERSION 16
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -387,6 +387,82 @@ QS_API int64_t qs_experts_scratch_bytes(const qs_experts* experts, const qs_expe
 QS_API int qs_experts_run(qs_context* context, const qs_experts* experts,
                           const qs_experts_call* call);
 
+// What a row does with the states of a layer, which are in numbered slots: it begins with that of a
+// slot, and what is left of it after the row's last token that is no draft goes to another.
+typedef struct qs_state_row {
+  int64_t source;        // -1: a sequence's beginning
+  int64_t target;        // it may be the source
+  int64_t num_replayed;  // tokens recorded in the source that come before the row's first
+  int64_t num_drafts;    // last tokens of the row that may be rejected: recorded in the target
+} qs_state_row;
+
+// The state of a row after some of its tokens, replayed ones included, goes to a further slot.
+typedef struct qs_state_save {
+  int64_t row;
+  int64_t num_tokens;
+  int64_t slot;
+} qs_state_save;
+
+// y [T, n] = x * sigmoid(gate), of num_gates gates a row: each of so many equal parts has one.
+QS_API int qs_gate(qs_context* context, int dtype, const void* x, const void* gates,
+                   int64_t gate_stride, int64_t num_tokens, int64_t n, int64_t num_gates,
+                   void* out);
+
+// Layers that keep a state of each sequence. A slot has `slot_floats` float32: `width - 1` rows of
+// the convolution's inputs [channels], oldest first; the recurrent state; and records of tokens,
+// as many as fit: what of an input the state needs. No slot is the target of two rows, or of one
+// and a save, or the source of another row than the one that it is the target of.
+typedef struct qs_state_rows {
+  int64_t num_rows;
+  const int64_t* row_offsets;  // [num_rows + 1]
+  const qs_state_row* rows;
+  const qs_state_save* saves;  // those of a row in ascending order
+  int64_t num_saves;
+  float* states;               // [num_slots, slot_floats]
+  int64_t num_slots;
+  int64_t slot_floats;
+} qs_state_rows;
+
+// x [T, 3 * channels] is gates of the inputs, gates of the outputs, values; u = gate * value is
+// rounded, y = gate * (bias + sum of taps[i] * u) over the last `width` tokens, the oldest first.
+// A record is u.
+typedef struct qs_short_conv_call {
+  int32_t dtype;
+  int32_t width;
+  int64_t num_channels;
+  int64_t x_stride;
+  const void* x;
+  const float* taps;           // [width, channels]
+  const float* bias;           // [channels], or null
+  qs_state_rows rows;
+  void* out;                   // [T, channels]
+} qs_short_conv_call;
+
+QS_API int qs_short_conv(qs_context* context, const qs_short_conv_call* call);
+
+// Gated DeltaNet. x is queries and keys [key heads, D], values [value heads, E], gates z of the
+// outputs [value heads, E], and two gates b and a of each value head. Queries, keys and values go
+// through a convolution without bias and SiLU; queries and keys are divided by their norms, queries
+// by sqrt(D) too. S [D, E] of a value head becomes exp(rate * softplus(a + bias)) S, then
+// S + k (sigmoid(b) (v - S'k))'; S'q is normed and multiplied by silu(z). Value heads share
+// key heads in groups. A record is the inputs of the convolution, b and a.
+typedef struct qs_delta_call {
+  int32_t dtype;
+  int32_t width;
+  int64_t num_key_heads, num_value_heads, key_size, value_size;
+  int64_t x_stride;
+  float eps;
+  const void* x;
+  const float* taps;           // [width, channels]
+  const float* rates;          // [value heads], negative
+  const float* biases;         // [value heads]
+  const float* norm;           // [E]
+  qs_state_rows rows;
+  void* out;                   // [T, value heads * E]
+} qs_delta_call;
+
+QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
+
 // A captured step: the calls of a model's forward pass, recorded once, run as one call.
 //
 // A qs_op is one of the calls above with its pointers and sizes bound; how many rows it has is the
@@ -426,6 +502,14 @@ QS_API int qs_experts_run(qs_context* context, const qs_experts* experts,
 //              qs_experts, qs_group or                         adapters, first column;
 //              null                                            stride[0] of x;
 //                                                              option: qs_activation
+//   GATE       in x, gates                out y                size: values of a row, gates of a
+//                                                              row; stride[0] of the gates
+//   SHORT_CONV in x, taps, bias or null   out y, states        size: channels, width, slots,
+//                                                              floats of a slot; stride[0] of x
+//   DELTA      in x, taps, rates, biases, out y, states        size: key heads, value heads, slots,
+//              norm                                            floats of a slot, key size + 2^32
+//                                                              value size; stride[0] of x;
+//                                                              scalar: eps; option: width
 //   ACTIVATION in x, factor or null       out y                size: n; stride: of x and factor;
 //                                                              option: qs_activation
 //   LAYER_NORM in x, residual or null,    out y, sum           size: inner, size, stride of the
@@ -452,6 +536,9 @@ enum qs_op_kind {
   QS_OP_LOCAL_IDS = 17,  // qs_local_ids
   QS_OP_ROUTE = 18,
   QS_OP_EXPERTS = 19,
+  QS_OP_GATE = 20,
+  QS_OP_SHORT_CONV = 21,
+  QS_OP_DELTA = 22,
   QS_OP_ACTIVATION = 30,  // qs_activation_of
   QS_OP_LAYER_NORM = 31,
 };
@@ -489,6 +576,7 @@ typedef struct qs_step_row {
   // ancestors. parents[i] is the parent of node i + 1, at most i. 0: a row without a tree.
   const int64_t* parents;
   int64_t num_parents;
+  qs_state_row state;        // of layers that keep states; ignored where there are none
 } qs_step_row;
 
 typedef struct qs_step {
@@ -498,6 +586,8 @@ typedef struct qs_step {
   const int64_t* token_ids;      // of all rows, one after another
   const int64_t* emitting;       // [num_emitting][2] tokens that get logits: row, tokens after it
   const qs_lora* const* adapters;  // [num_rows], null for none; null if no row has one
+  const qs_state_save* saves;    // [num_saves]
+  int64_t num_saves;
 } qs_step;
 
 typedef struct qs_program qs_program;

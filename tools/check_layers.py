@@ -157,6 +157,7 @@ LATE = {
     "model/formats/gguf.py": _TORCH,
     "model/layers/feed_forward.py": _TORCH,
     "model/layers/layer_ops.py": _TORCH,
+    "model/layers/states.py": _TORCH,
     "model/loader.py": _TORCH,
     "model/quantize.py": _TORCH,
     "model/spec.py": _TORCH,

@@ -19,6 +19,9 @@ void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const 
 void add_lora(Pool* pool, const LoRAArgs& args);
 void route(Pool* pool, const qs_route_call& call);
 void add_experts(Pool* pool, const AddExpertsArgs& args);
+void gate(Pool* pool, const GateArgs& args);
+void short_conv(Pool* pool, const qs_short_conv_call& call);
+void delta(Pool* pool, const qs_delta_call& call, float* spare);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);

@@ -163,6 +163,19 @@ struct FinishLogitsArgs {
   float* out;
 };
 
+// y = x * sigmoid(gate): the n values of a row are in num_gates equal parts.
+struct GateArgs {
+  int dtype;
+  const void* x;
+  const void* gates;
+  int64_t gate_stride, num_tokens, n, num_gates;
+  void* out;
+};
+
+constexpr int64_t kMaxConvWidth = 8;    // tokens that a convolution sees
+constexpr int64_t kMaxDeltaSize = 256;  // of a key or a value of Gated DeltaNet
+constexpr int64_t kMaxDeltaGroup = 8;   // value heads that share a key head
+
 constexpr int64_t kMaxExperts = 8192;  // whose exponentials have an exact sum in float64
 constexpr int64_t kMaxPerToken = 64;
 
@@ -194,6 +207,10 @@ struct Kernels {
   void (*add_lora)(Pool* pool, const LoRAArgs& args);
   void (*route)(Pool* pool, const qs_route_call& call);
   void (*add_experts)(Pool* pool, const AddExpertsArgs& args);
+  void (*gate)(Pool* pool, const GateArgs& args);
+  void (*short_conv)(Pool* pool, const qs_short_conv_call& call);
+  // `spare`: as many floats as the states of the rows, or null without drafts
+  void (*delta)(Pool* pool, const qs_delta_call& call, float* spare);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);

@@ -151,6 +151,25 @@ class CacheConfig(msgspec.Struct, frozen=True):
             bounds=AT_LEAST_1,
         ),
     ] = None
+    state_slots: Annotated[
+        int | None,
+        Option(
+            "states of sequences in memory, of models with layers that keep one (linear attention, "
+            "convolutions): one of each running sequence, the others for prefixes",
+            Kind.COUNT,
+            default_text="two for each sequence of a batch, as far as they fit",
+            bounds=AllowedRange(least=2),
+        ),
+    ] = None
+    state_interval: Annotated[
+        int,
+        Option(
+            "tokens of a prompt between states that are kept for other prompts with the same "
+            "prefix, of models with layers that keep a state",
+            Kind.TOKENS,
+            bounds=AT_LEAST_1,
+        ),
+    ] = 512
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -208,6 +227,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         lora_bytes: What they take together; None for no limit.
         kv_tier: What keeps evicted KV blocks; None for nothing. The engine takes it from its
             `CacheConfig`.
+        num_state_slots: Of sequences' states, in a model whose layers keep one; 0 in others. The
+            engine takes it from its memory plan.
+        state_interval: Tokens of a prompt between states that are saved on the way. The engine
+            takes it from its `CacheConfig`.
     """
 
     max_num_seqs: Annotated[
@@ -287,6 +310,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_loras: int | None = None
     lora_bytes: int | None = None
     kv_tier: KVTierConfig | None = None
+    num_state_slots: int = 0
+    state_interval: int = 512
 
     def __post_init__(self) -> None:
         check_bounds(self)

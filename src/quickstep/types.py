@@ -272,6 +272,22 @@ class Admission(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
+class RowState(msgspec.Struct, frozen=True, gc=False):
+    """What a row does with its sequence's state, in the layers that keep one (`ops.table`).
+
+    Attributes:
+        source: The slot whose state the row begins with; -1 at the beginning of the sequence.
+        target: The slot that has the state after the row's tokens that are no drafts.
+        num_replayed: How many tokens that were drafts in the source come before the row's first.
+        saves: After how many tokens, replayed ones included, the state goes to which further slot.
+    """
+
+    source: int
+    target: int
+    num_replayed: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
+
+
 class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence in one step: compute `num_tokens` tokens from position `start`.
 
@@ -295,6 +311,7 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
         score_start: First position whose logits score the next prompt token.
         num_scored: Number of such positions from there on, all in this row.
         pools: The row ends the prompt of a request with `pooling`, and returns its embedding.
+        state: Of the layers that keep a state; None for a model without any.
     """
 
     slot: int
@@ -313,6 +330,7 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
     num_scored: int = 0
     pools: bool = False
     parents: tuple[int, ...] = ()
+    state: RowState | None = None
 
     @property
     def root(self) -> int:
@@ -436,6 +454,7 @@ class CacheMiss(enum.Enum):
 
     NOT_CACHED = "not_cached"  # no prompt with these tokens, lately
     EVICTED = "evicted"  # the block was cached; others needed the memory, or the cache was reset
+    NO_STATE = "no_state"  # keys and values are cached, a state of the model's other layers is not
     LAST_BLOCK = "last_block"  # only full blocks are cached, and the last token is always computed
     PROMPT_LOGPROBS = "prompt_logprobs"  # the prompt's logits are not cached
     POOLING = "pooling"  # the pooled hidden states are not cached

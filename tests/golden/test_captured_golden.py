@@ -25,7 +25,7 @@ from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
-from quickstep.model.sizing import activation_bytes
+from quickstep.model.sizing import StateMemory, activation_bytes
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.program import program_bytes
 from quickstep.ops.resolve import resolve_ops
@@ -35,7 +35,7 @@ from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps, record
 from quickstep.runtime.steps.opening import open_steps
-from quickstep.types import Admission, Phase, SamplingParams, StepRow
+from quickstep.types import Admission, Phase, RowState, SamplingParams, StepRow
 
 FUSED = ("qkv_proj", "gate_up_proj")
 BLOCK = 4
@@ -93,6 +93,11 @@ def steps_of(
         yield rows, [slots[index] for index, _ in step], emitting
 
 
+def state_of(row: StepRow) -> RowState:
+    """Each sequence has the slot of its number."""
+    return RowState(row.slot if row.start else -1, row.slot)
+
+
 def bits(x: AnyTensor) -> Tensor:
     return to_torch(x).contiguous().view(torch.uint8)
 
@@ -106,7 +111,8 @@ def assert_same_steps(
 ) -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
     kv_layout = model.kv_layout.stored_as(kv_dtype)
-    caches = [allocate_kv(kv_layout, sequences.num_blocks, BLOCK, model.device) for _ in range(4)]
+    states, num_blocks = StateMemory(8), sequences.num_blocks
+    caches = [allocate_kv(kv_layout, num_blocks, BLOCK, model.device, states) for _ in range(4)]
     # op by op with every token's hidden states, against the three other ways
     ways = [
         (open_steps(model, kv, BLOCK, enforce_eager, adapters), every_token)
@@ -125,6 +131,8 @@ def assert_same_steps(
         if adapters is not None:  # every third slot has none
             names = ("", *adapters)
             rows = [replace(row, adapter=names[row.slot % len(names)]) for row in rows]
+        if caches[0].states:
+            rows = [replace(row, state=state_of(row)) for row in rows]
         for steps, _ in ways:
             steps.prepare(rows, slots)
         last = [(index, 0) for index in emitting]
@@ -135,7 +143,8 @@ def assert_same_steps(
             found = steps.run(last, every_token)
             assert_same_bits(found, (hidden if every_token else of_emitting, logits))
     for kv in caches[1:]:
-        assert_same_bits(kv.keys + kv.values, caches[0].keys + caches[0].values)
+        expected = caches[0].keys + caches[0].values + caches[0].states
+        assert_same_bits(kv.keys + kv.values + kv.states, expected)
     assert all(keys.any() for keys in caches[0].keys)
 
 

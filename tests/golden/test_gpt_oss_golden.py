@@ -178,8 +178,7 @@ def test_leaving_sinks_out_shows(case: Case, tmp_path: Path) -> None:
     model = load(tmp_path, ops=NAIVE_OPS)
     assert isinstance(model, Decoder)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, sinks=None))
-        for layer in model.weights.layers
+        replace(layer, mixer=replace(layer.mixer, sinks=None)) for layer in model.weights.layers
     )
     without = model.with_tensors(replace(model.weights, layers=layers), model.ropes)
     assert (logits(without) - logits(model)).abs().max() > 5e-4
@@ -227,5 +226,5 @@ def test_a_model_with_sinks_needs_no_torch(tmp_path: Path) -> None:
     expected = load(tmp_path, ops=ops)
     assert isinstance(expected, Decoder)
     for layer, of_torch in zip(model.weights.layers, expected.weights.layers, strict=True):
-        assert layer.attention.sinks is not None and of_torch.attention.sinks is not None
-        assert layer.attention.sinks.numpy().tolist() == of_torch.attention.sinks.tolist()
+        assert layer.mixer.sinks is not None and of_torch.mixer.sinks is not None
+        assert layer.mixer.sinks.numpy().tolist() == of_torch.mixer.sinks.tolist()

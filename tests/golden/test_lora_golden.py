@@ -65,6 +65,10 @@ def greedy(model: Decoder, prompts, adapters: list[LoRAAdapter | None], chunk: i
 def targets_of(case: Case) -> list[str]:
     if case.family == "Phi3":
         return ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    if case.family == "Lfm2":
+        return ["out_proj", "in_proj", "w1", "w2", "w3"]
+    if case.family == "Qwen3_5Text":
+        return [*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
     return ATTENTION if case.family in SPARSE else DENSE
 
 

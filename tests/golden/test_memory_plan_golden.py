@@ -6,6 +6,7 @@ float32, and a matrix has whole panels of outputs (of the cases' matrices only r
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ CACHE = CacheConfig(num_blocks=24)
 
 def held_bytes(value: object, seen: set[int]) -> int:
     """Bytes of every tensor and packed weight in a structure, each counted once."""
-    if value is None or id(value) in seen or isinstance(value, PackedExperts):
+    if value is None or id(value) in seen or isinstance(value, (PackedExperts, int, float)):
         return 0  # experts point to matrices, which are counted
     seen.add(id(value))
     if isinstance(value, tuple):
@@ -50,6 +51,12 @@ def kernel_bytes(spec: ModelSpec) -> int:
             added -= 2
         if spec.value_norm and layer.kv_from is None:
             added += 2 * spec.of_layer(index).head_size  # ones
+        small = [
+            name
+            for name in tensors
+            if name.endswith(("conv1d.weight", "A_log", "attn.norm.weight"))
+        ]
+        added += sum(2 * math.prod(tensors[name]) for name in small)
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)
@@ -66,5 +73,6 @@ def test_planned_bytes_are_allocated_bytes(case: Case, tmp_path: Path) -> None:
     rows = {row.label: row.num_bytes for row in plan.rows}
     held = held_bytes(model.weights, set())
     assert held == rows["weights"] + kernel_bytes(spec)
-    kv = allocate_kv(model.kv_layout, plan.num_blocks, CACHE.block_size, model.device)
-    assert held_bytes(kv, set()) == rows["KV cache"]
+    blocks = plan.num_blocks, CACHE.block_size
+    kv = allocate_kv(model.kv_layout, *blocks, model.device, plan.states)
+    assert held_bytes(kv, set()) == rows["KV cache"] + rows.get("states", 0)

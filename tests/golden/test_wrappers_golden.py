@@ -36,6 +36,7 @@ PIXTRAL = {
     "image_size": 16,
     "head_dim": 16,
 }
+CLIP = PIXTRAL | {"model_type": "clip_vision_model", "projection_dim": 32}
 QWEN3_TOWER = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 WRAPPED = {
@@ -43,6 +44,7 @@ WRAPPED = {
     "Qwen3VL": (TEXT | MROPE, QWEN3_TOWER, "visual"),
     "Qwen3VLMoe": (TEXT | MROPE | EXPERTS, QWEN3_TOWER, "visual"),
     "Mistral3": (TEXT | {"model_type": "mistral"}, PIXTRAL, "vision_tower"),
+    "Llava": (TEXT | {"model_type": "qwen2"}, CLIP, "multi_modal_projector"),
 }
 
 

@@ -172,7 +172,7 @@ def test_weights_are_converted_as_torch_converts_them(dtype: str, quantization: 
     by_torch = load_model(checkpoint, spec, replace(ops, load_linear=None), load)
     x = torch.eye(spec.hidden_size, dtype=getattr(torch, dtype))
     for layer, expected in zip(found.weights.layers, by_torch.weights.layers, strict=True):
-        same = ops.linear(x, layer.attention.qkv), ops.linear(x, expected.attention.qkv)
+        same = ops.linear(x, layer.mixer.qkv), ops.linear(x, expected.mixer.qkv)
         assert torch.equal(*same)
 
 

@@ -36,6 +36,12 @@ class Case:
     family: str
     values: dict[str, object] = field(default_factory=dict)
     max_model_len: int | None = None
+    atol: float = 1e-4  # of logits
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state of each sequence."""
+        return self.family in ("Lfm2", "Qwen3_5Text")
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -159,6 +165,20 @@ CASES = (
         "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "norm_topk_prob": False, "head_dim": 16,
     } | rope("default", partial_rotary_factor=0.5)),
+    Case("lfm2", "Lfm2", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 32,
+    }),
+    Case("lfm2-biases", "Lfm2", {
+        "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention", "conv", "conv"],
+    }),
+    Case("qwen3.5", "Qwen3_5Text", {
+        "num_hidden_layers": 4, "head_dim": 24, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention",
+                        "linear_attention"],
+    }, atol=3e-4),  # transformers computes 64 tokens at once, in float32
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,

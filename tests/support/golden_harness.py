@@ -43,7 +43,10 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 
 def assert_same_as_transformers(
-    model: Model, reference: PreTrainedModel, prompts: Sequence[Sequence[int]]
+    model: Model,
+    reference: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    atol: float = 1e-4,
 ) -> None:
     """32 greedy tokens of each prompt, computed together in chunks, against a dense forward."""
     rows = PagedDriver(model).generate(prompts, NUM_NEW, chunk=6)
@@ -52,6 +55,6 @@ def assert_same_as_transformers(
             expected = reference(torch.tensor([row.token_ids[:-1]])).logits[0].float()
         assert expected.std() > 0.3, "flat logits would show nothing"
         found = torch.cat(row.logits)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found, expected, atol=atol, rtol=0)
         greedy = expected[len(prompt) - 1 :].argmax(-1).tolist()
         assert row.token_ids[len(prompt) :] == greedy

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quickstep.model.interface import ForwardBatch, Model
-from quickstep.ops.table import LoRAAdapter, LoRAMapping, PagedLayout
+from quickstep.model.sizing import StateMemory
+from quickstep.ops.table import LoRAAdapter, LoRAMapping, PagedLayout, StateRows
 from quickstep.ops.tensors import CPU
 from quickstep.runtime.cache.kv_cache import allocate_kv
 
@@ -26,6 +27,7 @@ class Row:
     token_ids: list[int]
     blocks: list[int]
     computed: int = 0
+    state: int | None = None  # its slot, once it has computed something
     adapter: LoRAAdapter | None = None
     logits: list[Tensor] = field(default_factory=list)
 
@@ -41,7 +43,8 @@ class PagedDriver:
     ) -> None:
         self._adapters = adapters or {}  # by the id() of a prompt
         layout = model.kv_layout.stored_as(kv_dtype)
-        self.kv = allocate_kv(layout, num_blocks, block_size, CPU)
+        self.kv = allocate_kv(layout, num_blocks, block_size, CPU, StateMemory(32))
+        self._free_states = list(range(31, -1, -1))
         self.model = model
         self.block_size = block_size
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
@@ -77,14 +80,25 @@ class PagedDriver:
             block_tables=torch.tensor(tables, dtype=torch.int32),
             block_size=self.block_size,
         )
+        state_rows = self._state_rows(work, offsets) if self.kv.states else None
         lora = _mapping(work, offsets)
-        batch = ForwardBatch(torch.tensor(tokens), layout, lora=lora)
+        batch = ForwardBatch(torch.tensor(tokens), layout, lora=lora, state_rows=state_rows)
         hidden = self.model.forward(batch, self.kv)
         logits = self.model.logits(hidden, lora)
         parts = [logits[a:b] for a, b in pairwise(offsets)]
         for (row, _), part in zip(work, parts, strict=True):
             row.logits.append(part)
         return parts
+
+    def _state_rows(self, work: Sequence[tuple[Row, int]], offsets: Sequence[int]) -> StateRows:
+        sources = []
+        for row, count in work:
+            sources.append(-1 if row.computed == count else row.state)
+            if row.state is None:
+                row.state = self._free_states.pop()
+        none = (0,) * len(work)
+        targets = tuple(row.state for row, _ in work)
+        return StateRows(tuple(offsets), tuple(sources), targets, none, none)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int) -> list[Row]:
         """Greedy, all prompts together: a new one starts each step and is computed in chunks,

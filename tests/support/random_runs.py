@@ -44,7 +44,14 @@ def draw_setup(rng: Random) -> Setup:
     )
     # without a draw, so that what follows stays as it is
     has_stages = (setup.num_blocks + setup.max_num_seqs) % 4 == 0
-    return replace(setup, num_stages=setup.pipeline_depth if has_stages else 1)
+    has_states = (3 * setup.num_blocks + setup.max_num_seqs + setup.max_model_len) % 5 < 2
+    num_slots = setup.max_num_seqs + 1 + setup.num_blocks % 5
+    return replace(
+        setup,
+        num_stages=setup.pipeline_depth if has_stages else 1,
+        state_slots=num_slots if has_states else 0,
+        state_interval=setup.block_size * (1 + setup.num_blocks % 3),
+    )
 
 
 def draw_crowded_setup(rng: Random) -> Setup:

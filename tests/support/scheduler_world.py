@@ -84,6 +84,8 @@ class Setup:
     token_s: float = 1e-4  # what each token adds to a step
     halves: bool = False  # a policy of its own, in place of `policy`
     stored_blocks: int = 0  # most KV blocks that are kept outside of the pool
+    state_slots: int = 0  # of a model with layers that keep states
+    state_interval: int = 512
 
     @property
     def config(self) -> SchedulerConfig:
@@ -104,6 +106,8 @@ class Setup:
             kv_tier=KVTierConfig(1, self.stored_blocks, span_blocks=3, latency_s=0.0)
             if self.stored_blocks
             else None,
+            num_state_slots=self.state_slots,
+            state_interval=self.state_interval,
         )
 
     @property
@@ -116,6 +120,7 @@ class Setup:
             self.max_model_len,
             self.max_drafts,
             self.token_s,
+            self.state_slots,
         )
 
 

@@ -73,6 +73,7 @@ class Slot:
     proposed_parents: tuple[int, ...] = ()
     row_chain: list[int] = field(default_factory=list)  # `chain` with the drafts of its row
     drafted_end: int = 0
+    state_is_sound: bool = True  # what its row began with
 
     @property
     def prompt_only(self) -> bool:
@@ -90,6 +91,15 @@ class Sizes:
     max_model_len: int
     max_drafts: int = 0
     token_s: float = 1e-4
+    num_states: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """What a slot of states holds: the fingerprint after some tokens, and drafts that follow."""
+
+    after: int
+    drafts: tuple[int, ...] = ()
 
 
 class ShadowExecutor:
@@ -98,6 +108,7 @@ class ShadowExecutor:
     def __init__(self, sizes: Sizes, root_of: Callable[[str], int]) -> None:
         self.sizes = sizes
         self.kv: dict[tuple[int, int], int] = {}
+        self.states: dict[int, State] = {}
         self.slots: dict[int, Slot] = {}
         self.queue: deque[StepPlan] = deque()
         self._root_of = root_of
@@ -245,6 +256,8 @@ class ShadowExecutor:
 
     def _write(self, rows: list[StepRow], bad: set[int], lenient: bool) -> None:
         written: set[tuple[int, int]] = set()
+        self._check_state_slots(rows)
+        before = dict(self.states)
         for row in rows:
             slot = self.slots[row.slot]
             if row.num_drafts:
@@ -258,6 +271,62 @@ class ShadowExecutor:
                 assert lenient or place not in written, f"two rows write {place}"
                 written.add(place)
                 self.kv[place] = _POISON if row.slot in bad else slot.row_chain[position]
+            slot.state_is_sound = self._begins_well(row, slot, before)
+            assert lenient or slot.state_is_sound, (
+                f"{slot.sequence_id} begins at {row.start} with the state of other tokens"
+            )
+            self._write_states(row, slot, row.slot in bad)
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def _check_state_slots(self, rows: list[StepRow]) -> None:
+        """No slot is written by two rows, or read by one and written by another."""
+        writers: dict[int, int] = {}
+        for row in rows:
+            assert (row.state is not None) == (self.sizes.num_states > 0), "a row without a state"
+            if row.state is None:
+                continue
+            assert not row.parents, "a state is of one chain of tokens"
+            for written in (row.state.target, *(slot for _, slot in row.state.saves)):
+                assert 0 <= written < self.sizes.num_states, "no such slot of states"
+                assert written not in writers, f"the state {written} is written twice"
+                writers[written] = row.slot
+        for row in rows:
+            if row.state is not None:
+                writer = writers.get(row.state.source, row.slot)
+                assert writer == row.slot, "a state is read and written"
+                saved = [slot for _, slot in row.state.saves]
+                assert row.state.source not in saved, "a row overwrites what it begins with"
+
+    def _begins_well(self, row: StepRow, slot: Slot, states: dict[int, State]) -> bool:
+        state = row.state
+        if state is None:
+            return True
+        if state.source < 0:
+            return row.start == 0 and state.num_replayed == 0
+        found = states.get(state.source)
+        base = row.start - state.num_replayed
+        replayed = tuple(slot.history[base : row.start])
+        return (
+            found is not None
+            and base > 0
+            and found.after == slot.chain[base - 1]
+            and found.drafts[: state.num_replayed] == replayed
+            and len(replayed) == state.num_replayed
+        )
+
+    def _write_states(self, row: StepRow, slot: Slot, is_bad: bool) -> None:
+        state = row.state
+        if state is None:
+            return
+        poison = is_bad or not slot.state_is_sound
+        end, base = row.end - row.num_drafts, row.start - state.num_replayed
+        drafts = tuple(row.token_ids[row.num_tokens - row.num_drafts :]) if row.num_drafts else ()
+        after = _POISON if poison else slot.row_chain[end - 1]
+        self.states[state.target] = State(after, drafts)
+        for count, saved in state.saves:
+            assert 0 < count <= end - base, "a state is saved that the row does not have"
+            self.states[saved] = State(_POISON if poison else slot.row_chain[base + count - 1])
 
     def _row_chain(self, slot: Slot, row: StepRow) -> list[int]:
         """What the KV slots of the sequence hold after the row, its drafts included."""
@@ -342,7 +411,7 @@ class ShadowExecutor:
         slot.proposed = slot.proposed_parents = ()
         if not row.num_next_drafts:
             return
-        if slot.chain[-1] % 2:
+        if slot.chain[-1] % 2 and not self.sizes.num_states:
             self._propose_tree(slot, row.num_next_drafts)
             return
         tokens, chain, drafts = list(slot.history), list(slot.chain), []
@@ -432,9 +501,14 @@ class ShadowExecutor:
                 slot = self.slots[row.slot]
                 for position in range(row.start, row.end):
                     self.kv[self._place(slot, position)] = _POISON
+                if row.state is not None:
+                    for written in (row.state.target, *(saved for _, saved in row.state.saves)):
+                        self.states[written] = State(_POISON)
 
     def _reads_well(self, row: StepRow, lenient: bool) -> bool:
         slot = self.slots[row.slot]
+        if not slot.state_is_sound:
+            return False
         for position in range(row.end):
             place = self._place(slot, position)
             if self.kv.get(place) != slot.row_chain[position]:

@@ -40,7 +40,7 @@ from quickstep.model.checkpoint.placement import choose_device, choose_dtype
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.decoder_weights import LayerWeights, MLPWeights
+from quickstep.model.decoder_weights import AttentionWeights, LayerWeights, MLPWeights
 from quickstep.model.interface import ForwardBatch, KVLayout, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
@@ -303,7 +303,8 @@ def _assemble(
 ) -> MeasuredEngine:
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     plan = measured_plan(config, model, kv_layout, plan)
-    kv = allocate_kv(kv_layout, plan.num_blocks, config.cache.block_size, model.device)
+    block_size = config.cache.block_size
+    kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     timed, kernel_s, kernel_how = with_kernel_clock(model, time.perf_counter)
     return MeasuredEngine(
         engine=wire_engine(config, timed, kv, plan, description),
@@ -319,7 +320,11 @@ def _assemble(
 
 
 def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
-    attention = layer.attention.qkv.nbytes + layer.attention.o_proj.nbytes
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionWeights):
+        attention = mixer.qkv.nbytes + mixer.o_proj.nbytes
+    else:
+        attention = mixer.in_proj.nbytes + mixer.out_proj.nbytes
     mlp = layer.mlp
     if isinstance(mlp, MLPWeights):
         return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes

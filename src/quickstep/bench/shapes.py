@@ -26,6 +26,29 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
                 "torch_dtype": "bfloat16",
             }
         ),
+        "qwen3.5-0.8b": MappingProxyType(
+            {
+                "architectures": ["Qwen3_5ForCausalLM"],
+                "hidden_size": 1024,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "intermediate_size": 3584,
+                "vocab_size": 248_320,
+                "max_position_embeddings": 262_144,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 16,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "linear_conv_kernel_dim": 4,
+                "full_attention_interval": 4,
+                "rope_theta": 10_000_000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": True,
+                "torch_dtype": "bfloat16",
+            }
+        ),
         "qwen2.5-7b": MappingProxyType(
             {
                 "architectures": ["Qwen2ForCausalLM"],

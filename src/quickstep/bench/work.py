@@ -13,12 +13,15 @@ from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 
 
 def decode_kv_bytes(spec: ModelSpec, head_bytes: int, context: int, batch: int) -> int:
-    """KV bytes that one decode step reads: K and V of every token in a layer's window.
+    """Bytes that one decode step reads in addition to weights: K and V of every token in a layer's
+    window, and states, which it also writes.
 
     `head_bytes` is the size of one token's key in one KV head (`model.sizing.kv_head_bytes`).
     """
     per_token = 2 * spec.num_kv_heads * head_bytes
-    return batch * per_token * sum(_window_len(layer, context) for layer in spec.layers)
+    lengths = [_window_len(layer, context) for layer in _attention_layers(spec)]
+    states = 4 * sum(size.num_elements(0) for size in spec.state_sizes)
+    return batch * (per_token * sum(lengths) + 2 * states)
 
 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
@@ -30,7 +33,7 @@ def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
     tokens with an output. So the result is not the utilization of the cores.
     """
     weights = sum(_active_parameters(spec, index) for index in range(spec.num_layers))
-    pairs = sum(_pairs(layer, num_tokens) for layer in spec.layers)
+    pairs = sum(_pairs(layer, num_tokens) for layer in _attention_layers(spec))
     attention = 4 * spec.num_heads * spec.head_size * pairs
     head = 2 * spec.vocab_size * spec.hidden_size
     return 2.0 * weights * num_tokens + attention + head
@@ -41,6 +44,10 @@ def expert_fraction(spec: ModelSpec, layer: LayerSpec, batch: int) -> float:
     if not layer.sparse or spec.moe is None:
         return 1.0
     return min(1.0, batch * spec.moe.experts_per_token / spec.moe.num_experts)
+
+
+def _attention_layers(spec: ModelSpec) -> list[LayerSpec]:
+    return [layer for layer in spec.layers if layer.state_mixer is None]
 
 
 def _active_parameters(spec: ModelSpec, index: int) -> float:

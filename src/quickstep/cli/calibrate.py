@@ -130,7 +130,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
     loaded, processes = load()
     model, plan = loaded.model, loaded.plan
     block_size = config.cache.block_size
-    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     description = describe(loaded, 0.0, config.inputs, with_template=False)
     grammar = _compiled_grammar(description)
     limits = StepLimits(
@@ -142,6 +142,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         vocab_size=model.vocab_size,
         grammar=grammar,
         eos_token_ids=description.tokenizer.eos_token_ids,
+        has_states=plan.states.num_slots > 0,
     )
     executor = open_executor(config, model, kv, plan, description, processes=processes)
     part_s = (1.0 - _OVERHEAD_PART) * seconds
@@ -162,7 +163,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         del executor, kv, model, loaded  # the plan for the others is of free memory
         loaded, processes = load()
         model, plan = loaded.model, loaded.plan
-        kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device)
+        kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     engine = wire_engine(config, model, kv, plan, description, processes=processes)
     measuring = measure_overhead(
         engine,

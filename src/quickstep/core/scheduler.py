@@ -48,6 +48,7 @@ from quickstep.core.resources.kv_retention import KVRetention
 from quickstep.core.resources.kv_tiers import KVTiers
 from quickstep.core.resources.kv_transfers import KVTransfers
 from quickstep.core.resources.resource import Resource, Slots
+from quickstep.core.resources.state_slots import StateSlots
 from quickstep.core.sequence import TICKS_PER_S, Residency, Sequence, SequenceState
 from quickstep.core.step import (
     FlightRow,
@@ -105,7 +106,12 @@ class Scheduler:
         self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._slots = Slots(config.max_num_seqs)
-        self._blocks = KVBlocks(pool, self._expected_growth)
+        states: tuple[StateSlots, ...] = ()
+        if config.num_state_slots:
+            interval = config.state_interval
+            states = (StateSlots(pool, config.num_state_slots, interval, self._in_flight),)
+        usable = [resource.num_usable for resource in states]
+        self._blocks = KVBlocks(pool, self._expected_growth, *usable)
         self._adapters: AdapterPlaces | None = None
         if config.max_loras is not None:
             places = AdapterResidency(config.max_loras, config.lora_bytes)
@@ -126,6 +132,7 @@ class Scheduler:
             *more_resources,
             *adapters,
             self._blocks,
+            *states,
         )
         self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
         self._batch = RunningBatch(self._order)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +30,7 @@ from quickstep.types import (
     Request,
     Resumed,
     RowOutput,
+    RowState,
     SequenceOutput,
     SequenceTimings,
     StepRow,
@@ -69,6 +72,27 @@ class SequenceState(enum.Enum):
     FINISHED = "finished"
 
 
+class RowStates(Protocol):
+    """What the rows of a residency do with its state."""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots that it holds."""
+
+    @property
+    def slot(self) -> int:
+        """The one that its rows move on."""
+
+    def advance(self, start: int, end: int, num_drafts: int) -> RowState:
+        """What the row from position `start` to `end` does, the last of whose tokens are drafts."""
+
+    def registered(self, keys: SequenceOf[BlockKey]) -> None:
+        """The residency's leading blocks have these keys by now."""
+
+    def depends_on(self) -> Residency | None:
+        """Who computes, in a step in flight, the state that it began with."""
+
+
 class Residency(msgspec.Struct, eq=False):
     """One stay in the batch. Positions count tokens of the sequence.
 
@@ -86,6 +110,7 @@ class Residency(msgspec.Struct, eq=False):
             are kept, because the next tokens need them.
         capacity: Positions that its blocks hold.
         registers_at: The number of planned positions at which its next block can be registered.
+        state: Of a model whose layers keep a state of it (`core.resources.state_slots`).
     """
 
     prefill_end: int
@@ -100,6 +125,7 @@ class Residency(msgspec.Struct, eq=False):
     drafted_end: int = 0
     capacity: int = 0
     registers_at: int = 0
+    state: RowStates | None = None
 
     def restart(self, num_tokens: int) -> None:
         """Compute all tokens again, up to the `num_tokens` that are known by now."""
@@ -416,6 +442,9 @@ class Sequence:
             num_next_drafts=num_next_drafts if emits else 0,
             num_next_forced=num_next_forced if emits else 0,
             adapter=request.adapter_id,
+            state=None
+            if residency.state is None
+            else residency.state.advance(start, end + len(drafts), len(drafts)),
         )
         if start >= self.prompt_len:
             return row

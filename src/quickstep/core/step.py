@@ -248,6 +248,9 @@ def invalidated_by(
         for residency in valid:
             table = residency.blocks
             first = next((i for i, block_id in enumerate(table) if block_id in blocks), None)
+            writer = None if residency.state is None else residency.state.depends_on()
+            if writer is not None and writer.invalidated:
+                first = 0  # nothing says how many of its blocks it computed itself
             if first is not None:
                 residency.invalidated = True
                 residency.pending = 0

@@ -182,7 +182,8 @@ def _open_engine(
     model = loaded.model
     plan = measured_plan(config, model, loaded.kv_layout, loaded.plan)
     loaded = replace(loaded, plan=plan)
-    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, config.cache.block_size, model.device)
+    block_size = config.cache.block_size
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     if processes is not None:
@@ -320,13 +321,18 @@ def graph_options(
     config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan
 ) -> GraphOptions | None:
     """How steps become CUDA graphs; None where they do not."""
-    if config.enforce_eager:
+    if config.enforce_eager or plan.states.num_slots:
         return None
     from quickstep.runtime.steps.opening import device_graphs
 
+    sizes = plan.max_num_seqs, 1 + _max_drafts(config), plan.max_num_batched_tokens
+    return device_graphs(model, kv, *sizes)
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    """Most drafts of a row."""
     speculation = config.speculation
-    num_drafts = speculation.num_speculative_tokens if speculation.is_on else 0
-    return device_graphs(model, kv, plan.max_num_seqs, 1 + num_drafts, plan.max_num_batched_tokens)
+    return speculation.num_speculative_tokens if speculation.is_on else 0
 
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
@@ -473,6 +479,8 @@ def load_weights(
 
     planned = _planned(config, checkpoint)
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
+    if spec.state_sizes:
+        _check_states(config, spec)
     if config.scheduler.transfers_kv:
         _check_moved_kv(
             config, planned, "prefill and decode on different engines", "--prefill and --decode"
@@ -507,6 +515,18 @@ def load_weights(
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
     return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
+
+
+def _check_states(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse what moves KV blocks without the states that belong to them. Raises ConfigError."""
+    moved = [("--prefill and --decode", config.scheduler.transfers_kv)]
+    moved.append(("--kv-cache-dir", config.cache.kv_cache_dir is not None))
+    for option, is_on in moved:
+        if is_on:
+            raise ConfigError(
+                f"{option} is not supported for {spec.architecture}: KV blocks are of use only "
+                "with the states of its other layers, which are not moved; leave the option out"
+            )
 
 
 def load_with_processes(config: EngineConfig, plan: MemoryPlan, processes: ModelProcesses) -> Model:
@@ -755,6 +775,7 @@ def plan_for(
         config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
         drafts,
+        _max_drafts(config),
     )
 
 
@@ -833,11 +854,12 @@ def _gpu_text(device: Device) -> str:
 def _fitted(
     config: EngineConfig, plan: MemoryPlan, adapters: Adapters | None, has_graphs: bool
 ) -> SchedulerConfig:
-    speculation = config.speculation
     return replace(
         config.scheduler,
         num_stages=config.load.pipeline_parallel_size,
-        num_speculative_tokens=speculation.num_speculative_tokens if speculation.is_on else 0,
+        num_speculative_tokens=_max_drafts(config),
+        num_state_slots=plan.states.num_slots,
+        state_interval=config.cache.state_interval,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

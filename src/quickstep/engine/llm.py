@@ -103,6 +103,8 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_dtype: str
     kv_cache_dir: str | None
     kv_cache_disk_bytes: int | None
+    state_slots: int | None
+    state_interval: int
     max_model_len: int | None
     allow_long_context: bool
     max_num_seqs: int

@@ -157,7 +157,8 @@ def _open_model(
             f"--speculative-method {method.value} needs a model of a native architecture; "
             "use --speculative-method suffix"
         )
-    width = config.speculation.tree_width
+    # a state is of one chain of tokens
+    width = 1 if model.kv_layout.states else config.speculation.tree_width
     if method is not SpeculationMethod.DRAFT:
         model = _drafted_target(config, model)
     if method is SpeculationMethod.MEDUSA:
@@ -240,6 +241,11 @@ def load_draft(
     from quickstep.text.tokenizer import Tokenizer
 
     checkpoint, spec = found.checkpoint, found.spec
+    if spec.state_sizes:
+        raise ConfigError(
+            f"--speculative-model {found.load.model} is {spec.architecture}, whose layers keep "
+            "states: it cannot draft; choose a model with attention in every layer"
+        )
     why_torch = "--enforce-eager"
     if not enforce_eager:
         why_torch = reason_for_torch(open_weights(checkpoint.path, spec), ops, found.load)

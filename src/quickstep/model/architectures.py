@@ -68,6 +68,10 @@ def _same_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[La
     return layers
 
 
+def _intermediate_size(fields: ConfigFields) -> int:
+    return fields.integer("intermediate_size")
+
+
 class Architecture(msgspec.Struct, frozen=True):
     """How to read one family's config, and what its decoder does that the config does not say.
 
@@ -88,10 +92,12 @@ class Architecture(msgspec.Struct, frozen=True):
         sizes: What of its layers differs from the model's sizes.
         value_norm, layer_scalars, layer_inputs: As in `ModelSpec`.
         layer_norm, norm_bias, gated, head_bias: As in `ModelSpec`.
-        norm_eps_key: The config key of the norms' epsilon.
         parallel_key: A key that makes attention and MLP parallel.
         logit_scale_key: The key of a factor of the logits.
         switched_qk_norm: The norm that `qk_norm_key` switches on.
+        width: Reads the width of the feed-forward part.
+        attention_gate: `ModelSpec.attention_gate`.
+        norm_eps_key: The config key of the norms' epsilon.
     """
 
     defaults: Mapping[str, object]
@@ -116,6 +122,10 @@ class Architecture(msgspec.Struct, frozen=True):
     ropes: Callable[[ConfigFields, int, int], patterns.Ropes] = patterns.one_rope
     experts: Callable[[ConfigFields], MoESpec | None] = _no_experts
     sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
+    mixers: Callable[[ConfigFields, int], patterns.StateMixers] = patterns.all_attention
+    width: Callable[[ConfigFields], int] = _intermediate_size
+    attention_gate: bool = False
+    norm_eps_key: str = "rms_norm_eps"
     naming: TensorNaming = STANDARD_NAMING
     sizes: Callable[[ConfigFields, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]] = _same_sizes
     value_norm: bool = False
@@ -125,7 +135,6 @@ class Architecture(msgspec.Struct, frozen=True):
     norm_bias: bool = False
     gated: bool = True
     head_bias: bool = False
-    norm_eps_key: str = "rms_norm_eps"
     parallel_key: str | None = None
     logit_scale_key: str | None = None
     switched_qk_norm: QKNorm = QKNorm.HEAD
@@ -821,6 +830,71 @@ _MINISTRAL3 = Architecture(
     ropes=patterns.ministral3_ropes,
 )
 
+_LFM2 = Architecture(
+    defaults=_defaults(
+        norm_eps=1e-5,
+        rms_norm_eps=None,
+        rope_theta=1_000_000.0,
+        max_position_embeddings=128_000,
+        num_key_value_heads=8,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True,
+        tie_word_embeddings=True,
+    ),
+    neutral=MappingProxyType({"block_use_swiglu": True, "conv_use_xavier_init": True}),
+    norm_eps_key="norm_eps",
+    qk_norm=QKNorm.HEAD,
+    windows=patterns.no_windows,
+    mixers=patterns.lfm_mixers,
+    width=patterns.lfm_width,
+    naming=TensorNaming(
+        renames=(
+            (".feed_forward.w1.", ".mlp.gate_proj."),
+            (".feed_forward.w3.", ".mlp.up_proj."),
+            (".feed_forward.w2.", ".mlp.down_proj."),
+            (".operator_norm.", ".input_layernorm."),
+            (".ffn_norm.", ".post_attention_layernorm."),
+            (".self_attn.out_proj.", ".self_attn.o_proj."),
+            (".self_attn.q_layernorm.", ".self_attn.q_norm."),
+            (".self_attn.k_layernorm.", ".self_attn.k_norm."),
+            (".conv.conv.", ".linear_attn.conv1d."),
+            (".conv.in_proj.", ".linear_attn.in_proj."),
+            (".conv.out_proj.", ".linear_attn.out_proj."),
+            ("model.embedding_norm.", "model.norm."),
+        ),
+    ),
+)
+
+_QWEN3_5 = Architecture(
+    defaults=_defaults(
+        head_dim=256,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        attention_bias=False,
+    ),
+    bias_key="attention_bias",
+    norm_offset=1.0,
+    qk_norm=QKNorm.HEAD,
+    attention_gate=True,
+    windows=patterns.no_windows,
+    mixers=patterns.delta_mixers,
+    naming=TensorNaming(
+        prefixes=("model.", "model.language_model.", "language_model.model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        ignored=("model.visual.", "visual.", "mtp."),
+    ),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -840,6 +914,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GptOssForCausalLM": _GPT_OSS,
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
+        "Lfm2ForCausalLM": _LFM2,
+        "Qwen3_5ForCausalLM": _QWEN3_5,
+        "Qwen3_5ForConditionalGeneration": _QWEN3_5,
         "Olmo3ForCausalLM": _OLMO3,
         "Exaone4ForCausalLM": _EXAONE4,
         "Ernie4_5ForCausalLM": _ERNIE4_5,
@@ -884,6 +961,9 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gpt_oss": "GptOssForCausalLM",
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
+        "lfm2": "Lfm2ForCausalLM",
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
         "olmo3": "Olmo3ForCausalLM",
         "exaone4": "Exaone4ForCausalLM",
         "ernie4_5": "Ernie4_5ForCausalLM",
@@ -921,8 +1001,6 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
         "AyaVisionForConditionalGeneration": "Cohere2ForCausalLM",
-        "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
-        "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",
         "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
         "LlavaForConditionalGeneration": "LlamaForCausalLM",
         "LlavaNextForConditionalGeneration": "LlamaForCausalLM",

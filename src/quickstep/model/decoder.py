@@ -108,7 +108,7 @@ class Decoder:
     def kv_layout(self) -> KVLayout:
         """What to allocate."""
         groups = kv_groups([layer.kv_size for layer in self._stack.layers])
-        return KVLayout(groups, self._weights.final_norm.dtype)
+        return KVLayout(groups, self._weights.final_norm.dtype, self._stack.states)
 
     @property
     def vocab_size(self) -> int:
@@ -157,7 +157,7 @@ class Decoder:
             passed = batch.features[NUM_CARRIED : NUM_CARRIED + num_passed]
         layout = self._planned(batch.layout, x, kv)
         inputs = self._layer_inputs(batch.token_ids, x)
-        step = LayerStep(layout, kv, rotations, batch.lora, inputs)
+        step = LayerStep(layout, kv, rotations, batch.lora, batch.state_rows, inputs)
         aux = list(passed)
         for index, layer in enumerate(stack.layers, stage.layers(self._spec).start):
             is_last = index == self._spec.num_layers - 1
@@ -213,7 +213,7 @@ class Decoder:
 
     def _planned(self, layout: PagedLayout, x: Tensor, kv: KVCache) -> PagedLayout:
         """The layout with what attention of all layers reads, computed once."""
-        if self._ops.plan_attention is None:
+        if self._ops.plan_attention is None or not kv.keys:
             return layout
         num_heads = len(self._shard.heads(self._spec.num_heads))
         return self._ops.plan_attention(layout, x.dtype, num_heads, kv.keys[0])

@@ -73,6 +73,116 @@ class MoESpec(msgspec.Struct, frozen=True):
     with_mlp: bool = False
 
 
+class StateSize(msgspec.Struct, frozen=True):
+    """What a layer keeps of a sequence, however long that is: float32 numbers.
+
+    Attributes:
+        num_channels: Of its convolution.
+        num_taps: Tokens before the next one whose channels the convolution reads.
+        num_matrix: Numbers of its recurrent state.
+        num_gates: Numbers of a token that the recurrence reads in addition to its channels.
+    """
+
+    num_channels: int
+    num_taps: int
+    num_matrix: int = 0
+    num_gates: int = 0
+
+    @property
+    def num_record(self) -> int:
+        """Numbers of a token from which the state after it is computed: those of a draft are kept
+        until it is accepted.
+        """
+        return self.num_channels + self.num_gates
+
+    def num_elements(self, num_records: int) -> int:
+        """The taps, the recurrent state and so many records."""
+        state = self.num_taps * self.num_channels + self.num_matrix
+        return state + num_records * self.num_record
+
+
+class ShortConv(msgspec.Struct, frozen=True, tag=True):
+    """The mixer of LFM2: a convolution of each channel over the last `width` tokens, between two
+    gates that are computed from the token.
+
+    Attributes:
+        num_channels: The hidden size.
+        width: Tokens that the convolution sees, its own included.
+        bias: Both projections and the convolution have one.
+    """
+
+    num_channels: int
+    width: int
+    bias: bool = False
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads."""
+        return 3 * self.num_channels
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns."""
+        return self.num_channels
+
+    @property
+    def state_size(self) -> StateSize:
+        """The gated inputs of the tokens before."""
+        return StateSize(self.num_channels, self.width - 1)
+
+
+class GatedDelta(msgspec.Struct, frozen=True, tag=True):
+    """Gated DeltaNet (arXiv:2412.06464), as in Qwen3-Next and Qwen3.5.
+
+    A value head's state is a matrix from keys to values, which decays and is corrected towards the
+    value of each token's key. Value heads share key heads in turn, in groups of equal size.
+
+    Attributes:
+        width: Tokens that the convolution over queries, keys and values sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def num_values(self) -> int:
+        """Elements of a token's values, over all heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_values
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Elements of queries, keys and values, of the gates of outputs, and of two more gates."""
+        return self.num_channels, self.num_values, self.num_value_heads, self.num_value_heads
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads."""
+        return sum(self.parts)
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns."""
+        return self.num_values
+
+    @property
+    def state_size(self) -> StateSize:
+        """The convolution's inputs of the tokens before, and a matrix for each value head."""
+        heads = self.num_value_heads
+        matrix = heads * self.key_size * self.value_size
+        return StateSize(self.num_channels, self.width - 1, matrix, 2 * heads)
+
+
+StateMixer = ShortConv | GatedDelta
+
+
 class LayerSpec(msgspec.Struct, frozen=True):
     """What distinguishes one layer from another.
 
@@ -80,6 +190,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
         window: A query sees this many positions, its own included; None sees all.
         rope: Index into `ModelSpec.ropes`; None leaves positions out (NoPE).
         sparse: The feed-forward part is the mixture of experts.
+        state_mixer: What it has in place of attention; None for attention.
         query_rope: As `rope`, for queries; None turns them as keys.
         head_size, num_kv_heads, width: Where they are not the model's; None for those.
         kv_from: The layer whose keys and values it reads, having none of its own.
@@ -89,6 +200,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     window: int | None
     rope: int | None
     sparse: bool
+    state_mixer: StateMixer | None = None
     query_rope: int | None = None
     head_size: int | None = None
     num_kv_heads: int | None = None
@@ -212,6 +324,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         parameter_count: Known count of parameters; None derives it from the tensor schema.
         notes: What the reader of the config left out and the user should know, a sentence each.
         long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
+        attention_gate: What attention returns is multiplied by the sigmoid of a gate for each
+            element, which the query projection computes, too.
         value_norm: Values are normed, without a weight, before they are kept.
         layer_scalars: A number of each layer multiplies its output.
         layer_inputs: What each layer gets of its own; None for nothing.
@@ -255,6 +369,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     parameter_count: int | None = None
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
+    attention_gate: bool = False
     value_norm: bool = False
     layer_scalars: bool = False
     layer_inputs: LayerInputs | None = None
@@ -270,13 +385,21 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token, but for those that read others' keys."""
+        """The layers by what they keep of a token, but for those without attention and those that
+        read another layer's keys.
+        """
         return kv_groups(
             [
-                self.of_layer(index).kv_size if layer.kv_from is None else None
-                for index, layer in enumerate(self.layers)
+                None if layer.state_mixer or layer.kv_from is not None else self.of_layer(i).kv_size
+                for i, layer in enumerate(self.layers)
             ]
         )
+
+    @property
+    def state_sizes(self) -> tuple[StateSize, ...]:
+        """What each layer without attention keeps of a sequence, in ascending order."""
+        mixers = [layer.state_mixer for layer in self.layers]
+        return tuple([mixer.state_size for mixer in mixers if mixer is not None])
 
     def of_layer(self, index: int) -> ModelSpec:
         """The model with the sizes of one layer."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.ops.table import ExpertWeights
+from quickstep.ops.table import DeltaWeights, ExpertWeights, ShortConvWeights
 from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.weights import LinearWeight
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
-    """qkv: hidden -> (H + 2 K) * D in that order, without what the layer has not (`LayerSpec`);
-    norms are None without QK norm; sinks [H] float32, None where the architecture has none. v_norm
-    are ones, for values that are normed without a weight.
+    """qkv: hidden -> (H + 2 K) * D in that order, without what the layer has not (`LayerSpec`), or
+    (2 H + 2 K) * D where attention has a gate: queries, gates, keys, values; norms are None without
+    QK norm; sinks [H] float32, None where the architecture has none. v_norm are ones, for values
+    that are normed without a weight.
     """
 
     qkv: LinearWeight
@@ -21,6 +22,22 @@ class AttentionWeights(msgspec.Struct, frozen=True):
     k_norm: AnyTensor | None
     sinks: AnyTensor | None
     v_norm: AnyTensor | None = None
+
+
+class ShortConvLayerWeights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> 3 * hidden (`ops.table.ShortConvOp`); out_proj: hidden -> hidden."""
+
+    in_proj: LinearWeight
+    conv: ShortConvWeights
+    out_proj: LinearWeight
+
+
+class GatedDeltaWeights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> what `ops.table.GatedDeltaOp` takes; out_proj: values -> hidden."""
+
+    in_proj: LinearWeight
+    delta: DeltaWeights
+    out_proj: LinearWeight
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
@@ -83,7 +100,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
     before the feed-forward part.
     """
 
-    attention: AttentionWeights
+    mixer: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights
     mlp: MLPWeights | MoEWeights
     input_layernorm: AnyTensor | None
     post_attention_layernorm: AnyTensor | None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.model.decoder_spec import KVGroup, KVSize, kv_groups
-from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout
+from quickstep.model.decoder_spec import KVGroup, KVSize, StateSize, kv_groups
+from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout, StateRows
 from quickstep.ops.tensors import AnyTensor, Device, DType, find_dtype, head_width, torch_dtype
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class ForwardBatch(msgspec.Struct, frozen=True):
 
     With `emitting`, only the hidden states of its tokens are needed. `features` are further
     inputs of each token: [T, C] for an EAGLE layer, what the stage before leaves ([T, hidden] each)
-    for a later stage of a pipeline; () for other models.
+    for a later stage of a pipeline; () for other models. `state_rows`: what the rows do with the
+    states of layers; None for a model without any.
     """
 
     token_ids: Tensor
@@ -46,17 +47,20 @@ class ForwardBatch(msgspec.Struct, frozen=True):
     emitting: EmittingTokens | None = None
     lora: LoRAMapping | None = None
     features: tuple[Tensor, ...] = ()
+    state_rows: StateRows | None = None
 
 
 class KVLayout(msgspec.Struct, frozen=True):
     """What a model keeps of each token in the KV cache: what the mixers of its layers declare.
 
     `dtype` is the model's until `stored_as`. A `KVCache` has a K and a V tensor for each layer of
-    the groups, in ascending order of the layers.
+    the groups, in ascending order of the layers. `states` is what the other layers keep of a
+    sequence.
     """
 
     groups: tuple[KVGroup, ...]
     dtype: DType | torch.dtype
+    states: tuple[StateSize, ...] = ()
 
     @staticmethod
     def uniform(
@@ -80,6 +84,10 @@ class KVLayout(msgspec.Struct, frozen=True):
             (size.num_kv_heads, head_width(size.head_size, self.dtype))
             for _, size in sorted(sizes.items())
         )
+
+    def state_bytes(self, num_records: int) -> int:
+        """Bytes of a sequence's states, with so many records, over all layers."""
+        return 4 * sum(size.num_elements(num_records) for size in self.states)
 
     def stored_as(self, kv_dtype: str) -> KVLayout:
         """The same sizes in `CacheConfig.kv_dtype`."""

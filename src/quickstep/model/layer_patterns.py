@@ -13,7 +13,14 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
-from quickstep.model.decoder_spec import LayerInputs, LayerSpec, MoESpec
+from quickstep.model.decoder_spec import (
+    GatedDelta,
+    LayerInputs,
+    LayerSpec,
+    MoESpec,
+    ShortConv,
+    StateMixer,
+)
 from quickstep.model.rope_spec import (
     RopeKind,
     RopeSpec,
@@ -37,11 +44,96 @@ class Ropes(msgspec.Struct, frozen=True):
     of_queries: tuple[int | None, ...] = ()
 
 
-def make_layers(windows: Windows, ropes: Ropes, sparse: Sequence[bool]) -> tuple[LayerSpec, ...]:
+# Of each layer what it has in place of attention; None for attention.
+StateMixers = tuple[StateMixer | None, ...]
+
+
+def make_layers(
+    windows: Windows, ropes: Ropes, sparse: Sequence[bool], mixers: StateMixers
+) -> tuple[LayerSpec, ...]:
     """Zip the patterns."""
     queries = ropes.of_queries or (None,) * len(windows)
-    columns = zip(windows, ropes.of_layer, sparse, queries, strict=True)
-    return tuple(LayerSpec(*values) for values in columns)
+    columns = zip(windows, ropes.of_layer, sparse, mixers, queries, strict=True)
+    return tuple([LayerSpec(*column) for column in columns])
+
+
+def all_attention(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """No layer keeps a state."""
+    del fields
+    return (None,) * num_layers
+
+
+def no_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Where `layer_types` name other mixers than attention."""
+    del fields
+    return (None,) * num_layers
+
+
+def lfm_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Short convolutions, but for the layers of `layer_types` or `full_attn_idxs` (LFM2)."""
+    listed = fields.sequence("layer_types")
+    attention = fields.sequence("full_attn_idxs")
+    if listed is None:
+        chosen = range(num_layers) if attention is None else attention
+        listed = ["full_attention" if i in chosen else "conv" for i in range(num_layers)]
+    conv = ShortConv(
+        fields.integer("hidden_size"), fields.integer("conv_L_cache"), fields.flag("conv_bias")
+    )
+    return _by_type(fields, listed, num_layers, {"conv": conv, "full_attention": None})
+
+
+def lfm_width(fields: ConfigFields) -> int:
+    """Two thirds of the stated width, times a factor, rounded up, unless it is stated as it is."""
+    width = fields.optional_integer("block_ff_dim") or fields.integer("intermediate_size")
+    fields.optional_integer("intermediate_size")
+    multiple, factor = (
+        fields.integer("block_multiple_of"),
+        fields.number("block_ffn_dim_multiplier"),
+    )
+    if not fields.flag("block_auto_adjust_ff_dim"):
+        return width
+    width = int(factor * (2 * width // 3))
+    return -(-width // multiple) * multiple
+
+
+def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
+    listed = fields.sequence("layer_types")
+    period = fields.optional_integer("full_attention_interval") or 4
+    if listed is None:
+        kinds = ("linear_attention", "full_attention")
+        listed = [kinds[(i + 1) % period == 0] for i in range(num_layers)]
+    delta = GatedDelta(
+        num_key_heads=fields.integer("linear_num_key_heads"),
+        num_value_heads=fields.integer("linear_num_value_heads"),
+        key_size=fields.integer("linear_key_head_dim"),
+        value_size=fields.integer("linear_value_head_dim"),
+        width=fields.integer("linear_conv_kernel_dim"),
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ConfigError(
+            f"{fields.source} has {delta.num_value_heads} value heads of linear attention, not a "
+            f"multiple of {delta.num_key_heads} key heads"
+        )
+    return _by_type(fields, listed, num_layers, {"linear_attention": delta, "full_attention": None})
+
+
+def _by_type(
+    fields: ConfigFields,
+    listed: Sequence[object],
+    num_layers: int,
+    mixers: Mapping[str, StateMixer | None],
+) -> StateMixers:
+    if len(listed) != num_layers:
+        raise ConfigError(
+            f"{fields.source} has {len(listed)} layer_types for {num_layers} layers, they must "
+            "match"
+        )
+    unknown = next((kind for kind in listed if kind not in mixers), None)
+    if unknown is not None:
+        known = " and ".join(map(repr, mixers))
+        raise ConfigError(f"{fields.source} has a layer of type {unknown!r}; supported are {known}")
+    return tuple([mixers[str(kind)] for kind in listed])
 
 
 def _from_layer_types(fields: ConfigFields, num_layers: int, window: int | None) -> Windows | None:

@@ -25,11 +25,13 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorSource,
 )
 from quickstep.model.checkpoint.tensor_schema import (
+    DELTA_PROJECTIONS,
     EXPERT_FACTORS,
     LAYER_INPUTS,
     LAYER_SCALAR,
     MIXTURE_NORMS,
     ROUTER_SCALE,
+    STATE_MIXER,
     bias_of,
     layer_norms,
     qkv_parts,
@@ -40,17 +42,20 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
+from quickstep.model.chosen_rows import GatesAfterQueries
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm, ShortConv
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    GatedDeltaWeights,
     LayerInputWeights,
     LayerWeights,
     MixtureNorms,
     MLPWeights,
     ModelInputWeights,
     MoEWeights,
+    ShortConvLayerWeights,
 )
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -60,15 +65,17 @@ from quickstep.model.rope import make_rope_table
 from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
 from quickstep.model.stages import Stage
-from quickstep.ops.table import ExpertWeights, OpTable
+from quickstep.ops.table import DeltaWeights, ExpertWeights, OpTable, ShortConvWeights
 from quickstep.ops.tensors import (
     CPU,
     FLOAT32,
     AnyTensor,
     DType,
     HostTensor,
+    negative_exponential,
     torch_device,
     torch_dtype,
+    transposed,
 )
 from quickstep.ops.torch_import import complete_torch, require_torch
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
@@ -150,6 +157,8 @@ def _load_model(
             progress(num_bytes, total_bytes)
 
     stored = _open_source(weights, *_places(dtype, device, on_host), report)
+    if spec.attention_gate:
+        stored = GatesAfterQueries(stored, spec)
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
@@ -350,7 +359,7 @@ class _Packing:
 
         names = self._norms
         return LayerWeights(
-            attention=self._attention(f"{start}self_attn.", layer),
+            mixer=self._mixer(start, layer),
             mlp=self._experts(start) if layer.sparse else self._dense(f"{start}mlp."),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
@@ -360,6 +369,37 @@ class _Packing:
             scalar=self._scalar(f"{start}{LAYER_SCALAR}") if self._spec.layer_scalars else None,
             input_bias=bias(names.input_layernorm),
             feedforward_bias=bias(names.pre_feedforward_layernorm),
+        )
+
+    def _mixer(
+        self, start: str, layer: LayerSpec
+    ) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights:
+        mixer = layer.state_mixer
+        if mixer is None:
+            return self._attention(f"{start}self_attn.", layer)
+        start += STATE_MIXER
+        taps = self._reader.tensor(f"{start}conv1d.weight").float()
+        taps = transposed(taps.view(taps.shape[0], taps.shape[2]))
+        if isinstance(mixer, ShortConv):
+            bias = self._reader.tensor(f"{start}conv1d.bias").float() if mixer.bias else None
+            return ShortConvLayerWeights(
+                self._linear(start, ("in_proj",), mixer.bias),
+                ShortConvWeights(taps, bias),
+                self._linear(start, ("out_proj",), mixer.bias),
+            )
+        delta = DeltaWeights(
+            taps=taps,
+            rates=negative_exponential(self._reader.tensor(f"{start}A_log").float()),
+            biases=self._reader.tensor(f"{start}dt_bias").float(),
+            norm=self._reader.tensor(f"{start}norm.weight").float(),
+            num_key_heads=mixer.num_key_heads,
+            key_size=mixer.key_size,
+            eps=self._spec.norm_eps,
+        )
+        return GatedDeltaWeights(
+            self._linear(start, DELTA_PROJECTIONS, False),
+            delta,
+            self._linear(start, ("out_proj",), False),
         )
 
     def _scalar(self, name: str) -> float:

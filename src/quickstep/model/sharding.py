@@ -18,12 +18,11 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import Projection, embedding_number, lm_head_number
-from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.checkpoint.tensor_schema import bias_of
+from quickstep.model.chosen_rows import ChosenRows, NumberedRows, module_of, taken_rows
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.ops.table import LoRAPart, Ranks
-from quickstep.ops.tensors import FLOAT32, AnyTensor, Array, HostTensor
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
+from quickstep.ops.tensors import FLOAT32, Array, HostTensor
 
 if TYPE_CHECKING:
     from quickstep.model.checkpoint.tensor_reader import TensorSource
@@ -60,6 +59,11 @@ class Shard(msgspec.Struct, frozen=True):
 
 def check_ranks(spec: ModelSpec, size: int) -> None:
     """Refuse a number of ranks that the model's heads do not allow. Raises ConfigError."""
+    if spec.state_sizes or spec.attention_gate:
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, but {spec.architecture} has layers with states, "
+            "which one process computes; leave the option out"
+        )
     if not spec.native:
         raise ConfigError(
             f"--tensor-parallel-size is {size}, but {spec.architecture} runs through transformers, "
@@ -95,13 +99,13 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     )
 
 
-class ShardedSource:
+class ShardedSource(ChosenRows):
     """A `TensorSource` of the rank's rows of every tensor that ranks divide."""
 
     def __init__(
         self, source: TensorSource, spec: ModelSpec, names: DecoderNames, shard: Shard
     ) -> None:
-        self._source = source
+        super().__init__(source)
         self._outer = (names.embed_tokens, names.lm_head, bias_of(names.lm_head))
         self._vocab = shard.outputs(spec.vocab_size), spec.vocab_size
         self._modules = _module_rows(spec, shard)
@@ -110,52 +114,11 @@ class ShardedSource:
         width = 0 if spec.moe is None else spec.moe.shared_width
         self._of_shared = _mlp_rows(width, spec.hidden_size, shard)
 
-    def tensor(self, name: str) -> AnyTensor:
-        """The rank's rows of one tensor."""
-        return self.stacked((name,))
-
-    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
-        """The rank's rows of each, one below the other."""
-        tensor = self._source.stacked(names)
-        rows = self._rows(names)
-        return tensor if rows is None else _taken(tensor, rows)
-
-    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
-        """The rank's outputs of a matrix."""
-        matrix = self._source.linear(names)
-        rows = self._rows(names)
-        if rows is None:
-            return matrix
-        if isinstance(matrix, QuantizedWeight):
-            import torch
-
-            return matrix.rows(torch.cat([torch.arange(part.start, part.stop) for part in rows]))
-        return _taken(matrix, rows)
-
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The rank's outputs of a matrix in its files."""
-        matrix = self._source.stored(names)
-        rows = self._rows(names)
-        return matrix if matrix is None or rows is None else stored_rows(matrix, rows)
-
-    def _rows(self, names: Sequence[str]) -> list[range] | None:
-        """The rank's rows of these tensors one below the other; None for all."""
-        found: list[range] = []
-        first = 0
-        for name in names:
-            divided = self._rows_of(name)
-            if divided is None:
-                return None
-            rows, count = divided
-            found += [range(first + part.start, first + part.stop) for part in rows]
-            first += count
-        return found
-
-    def _rows_of(self, name: str) -> tuple[tuple[range, ...], int] | None:
+    def rows_of(self, name: str) -> NumberedRows | None:
         """The rank's rows of one tensor, and how many there are; None where all ranks have all."""
         if name in self._outer:
             return (self._vocab[0],), self._vocab[1]
-        module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        module = module_of(name)
         if self._shared in name:
             return self._of_shared.get(module)
         return (self._of_experts if self._experts in name else self._modules).get(module)
@@ -187,12 +150,12 @@ def _own_parts(part: LoRAPart, own: Sequence[range]) -> Iterator[LoRAPart]:
         if start < stop:
             rows = [range(start - part.first_output, stop - part.first_output)]
             place = first + start - outputs.start
-            bias = None if part.bias is None else _taken(part.bias, rows)
+            bias = None if part.bias is None else taken_rows(part.bias, rows)
             if part.b is not None:
-                yield replace(part, b=_taken(part.b, rows), bias=bias, first_output=place)
+                yield replace(part, b=taken_rows(part.b, rows), bias=bias, first_output=place)
             else:
-                scales = None if part.rank_scales is None else _taken(part.rank_scales, rows)
-                a = _taken(part.a, rows)
+                scales = None if part.rank_scales is None else taken_rows(part.rank_scales, rows)
+                a = taken_rows(part.a, rows)
                 yield replace(part, a=a, rank_scales=scales, bias=bias, first_output=place)
         first += len(outputs)
 
@@ -295,37 +258,3 @@ def _gate_up_rows(columns: range, width: int) -> tuple[range, ...]:
 
 def _moved(rows: range, distance: int) -> range:
     return range(rows.start + distance, rows.stop + distance)
-
-
-def _taken(tensor: AnyTensor, rows: Sequence[range]) -> AnyTensor:
-    if isinstance(tensor, HostTensor):
-        parts = [tensor.numpy()[part.start : part.stop] for part in rows]
-        return HostTensor(np.concatenate(parts), tensor.dtype)
-    import torch
-
-    return torch.cat([tensor[part.start : part.stop] for part in rows])
-
-
-def stored_rows(matrix: StoredMatrix, rows: Sequence[range]) -> StoredMatrix:
-    """Some rows of a matrix in its files, in this order."""
-    scales = matrix.scales
-    if scales is not None:
-        import torch
-
-        scales = torch.cat([scales[part.start : part.stop] for part in rows])
-    parts = tuple(piece for part in rows for piece in _pieces(matrix, part))
-    return replace(matrix, parts=parts, scales=scales)
-
-
-def _pieces(matrix: StoredMatrix, rows: range) -> Iterator[StoredRows]:
-    """Where the files hold these rows."""
-    first = 0
-    for part in matrix.parts:
-        kind = part.kind or matrix.kind
-        elements, num_bytes = (1, 1) if kind == "I8" else BLOCKS[kind]
-        row_bytes = matrix.num_inputs // elements * num_bytes
-        start, stop = max(rows.start, first), min(rows.stop, first + part.num_rows)
-        if start < stop:
-            offset = part.offset + (start - first) * row_bytes
-            yield replace(part, offset=offset, num_rows=stop - start)
-        first += part.num_rows

@@ -123,6 +123,17 @@ class KVBlockSize(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class StateMemory(msgspec.Struct, frozen=True):
+    """Slots of sequences' states: how many, with so many records, and the bytes of each."""
+
+    num_slots: int = 0
+    num_records: int = 0
+    slot_bytes: int = 0
+
+
+NO_STATES = StateMemory()
+
+
 class MemoryPlan(msgspec.Struct, frozen=True):
     """What fits. `notes` are the spec's, then one sentence for each thing that was shrunk.
 
@@ -131,9 +142,10 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         max_model_len: Longest sequence, prompt and output.
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
-        rows: weights, adapters if there are any, KV cache, those of all drafts, activations,
-            spare; they add up to `memory_bytes`.
+        rows: weights, adapters and states if there are any, KV cache, those of all drafts,
+            activations, spare; they add up to `memory_bytes`.
         long_context: How positions are scaled beyond the model's own limit.
+        states: Of layers that keep a state of each sequence.
     """
 
     num_blocks: int
@@ -143,6 +155,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     rows: tuple[MemoryRow, ...]
     notes: tuple[str, ...]
     long_context: LongContext | None = None
+    states: StateMemory = NO_STATES
 
     def table(self) -> str:
         """The rows as aligned text, in GiB."""
@@ -160,7 +173,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        is_plain = len(shape) < 2 or name.endswith(f"{spec.naming.router}.weight")
+        is_plain = len(shape) != 2 or name.endswith(f"{spec.naming.router}.weight")
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total
@@ -198,6 +211,17 @@ def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_dtype: str = "auto"
     )
 
 
+def _states(
+    spec: ModelSpec, cache: CacheConfig, num_seqs: int, num_records: int, left: int
+) -> StateMemory:
+    """The slots of states, in at most half of the bytes that are left."""
+    slot_bytes = 4 * sum(size.num_elements(num_records) for size in spec.state_sizes)
+    if not slot_bytes:
+        return NO_STATES
+    fitting = max(2, left // 2 // slot_bytes)
+    return StateMemory(min(cache.state_slots or 2 * num_seqs + 2, fitting), num_records, slot_bytes)
+
+
 def activation_bytes(
     spec: ModelSpec,
     dtype_bytes: int,
@@ -210,7 +234,11 @@ def activation_bytes(
     `scratch_bytes` are what the op table needs for each element at the widest point of a layer.
     """
     of_layers = [spec.of_layer(index) for index in range(spec.num_layers)]
-    attention = max((one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in of_layers)
+    per_head = 2 if spec.attention_gate else 1
+    heads = [(per_head * one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in of_layers]
+    mixers = {layer.state_mixer for layer in spec.layers}
+    widths = [mixer.num_inputs for mixer in mixers if mixer is not None]
+    attention = max(*heads, *widths, 0)
     intermediate_size = max(one.intermediate_size for one in of_layers)
     widest = max(attention, 2 * intermediate_size)
     rows_of_experts = 0  # bytes
@@ -238,6 +266,7 @@ def plan_memory(
     memory_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
     drafts: Sequence[DraftSizes] = (),
+    max_drafts: int = 0,
 ) -> MemoryPlan:
     """Divide `memory_bytes` among weights, activations and KV. The spec allows the scheduler's
     `max_model_len` (`long_context.with_context` sees to that).
@@ -245,7 +274,8 @@ def plan_memory(
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
     `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more. Each draft
-    model has as many KV blocks, an EAGLE layer some more.
+    model has as many KV blocks, an EAGLE layer some more. States of sequences, with records of
+    `max_drafts` tokens each, get at most half of what weights and activations leave.
 
     Raises:
         ConfigError: Weights, or weights and the least KV cache, do not fit.
@@ -262,6 +292,13 @@ def plan_memory(
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} became {tokens}, as "
             "activations would not fit"
         )
+    states = _states(spec, cache, seqs, max_drafts, left)
+    if states.num_slots:
+        left -= states.num_slots * states.slot_bytes
+        if states.num_slots <= seqs:
+            fewer = max(1, states.num_slots - 1)
+            notes.append(f"max_num_seqs {seqs} became {fewer}, as the states of no more fit")
+            seqs = fewer
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     per_token += sum(draft.kv_bytes_per_token for draft in drafts)
     block_bytes = per_token * cache.block_size
@@ -295,7 +332,9 @@ def plan_memory(
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
     notes.extend(_notes_on_positions(spec, context))
-    plan = MemoryPlan(num_blocks, context, seqs, tokens, (), tuple(notes), spec.long_context)
+    plan = MemoryPlan(
+        num_blocks, context, seqs, tokens, (), tuple(notes), spec.long_context, states
+    )
     rows = _rows(plan, spec, elements, cache.block_size, memory_bytes, left, drafts)
     return replace(plan, rows=rows)
 
@@ -433,6 +472,10 @@ def _rows(
     if elements.adapters:
         rows.append(MemoryRow("adapters", elements.adapters, "loaded at the start"))
         weights += elements.adapters
+    if states := plan.states.num_slots * plan.states.slot_bytes:
+        detail = f"{plan.states.num_slots} x {plan.states.slot_bytes} bytes"
+        rows.append(MemoryRow("states", states, detail))
+        weights += states
     rows += [
         MemoryRow("KV cache", kv_bytes, f"{cache} x {per_token} bytes"),
     ]

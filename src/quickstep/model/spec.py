@@ -183,6 +183,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     sparse = entry.sparse(fields, num_layers)
+    mixers = entry.mixers(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False
     multiplied = entry.multipliers
     embedding = fields.number("embedding_multiplier") if multiplied else 1.0
@@ -190,13 +191,13 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         architecture=name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=entry.width(fields),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=ropes.max_model_len,
-        layers=entry.sizes(fields, make_layers(windows, ropes, sparse)),
+        layers=entry.sizes(fields, make_layers(windows, ropes, sparse, mixers)),
         ropes=ropes.specs,
         norm_eps=fields.number(entry.norm_eps_key),
         attention_scale=entry.scale(fields, head_size),
@@ -217,6 +218,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         tied=fields.flag("tie_word_embeddings"),
         moe=entry.experts(fields),
         naming=entry.naming,
+        attention_gate=entry.attention_gate,
         value_norm=entry.value_norm,
         layer_scalars=entry.layer_scalars,
         layer_inputs=entry.layer_inputs(fields),

@@ -82,6 +82,11 @@ def check_stages(spec: ModelSpec, num_stages: int) -> None:
     """Refuse a number of stages that the model does not allow. Raises ConfigError."""
     if num_stages == 1:
         return
+    if spec.state_sizes:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {num_stages}, but {spec.architecture} has layers with "
+            "states, which one process computes; leave the option out"
+        )
     if not spec.native:
         raise ConfigError(
             f"--pipeline-parallel-size is {num_stages}, but {spec.architecture} runs through "

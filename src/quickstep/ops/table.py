@@ -115,14 +115,72 @@ class PagedLayout(msgspec.Struct, frozen=True):
     lengths: RowLengths | None = None
 
 
+class StateRows(msgspec.Struct, frozen=True):
+    """What a step's rows do with the states of layers that keep one, in numbered slots.
+
+    A row begins with the state of its source; what is left after its last token that is no draft
+    goes to its target, with what later rows need of the drafts: they replay those that were
+    accepted. In a step that is recorded, all of it is read when the step runs, and these are empty.
+
+    Attributes:
+        row_offsets: R + 1, `PagedLayout.row_offsets`.
+        sources: R slots; -1 for the beginning of a sequence.
+        targets: R slots; one may be the row's source.
+        num_replayed: R counts of tokens recorded in the source that come before the row's first.
+        num_drafts: R counts of the row's last tokens.
+        saves: Row, number of its tokens (replayed ones included) and slot: where the state after
+            these goes, too.
+    """
+
+    row_offsets: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+    num_replayed: tuple[int, ...] = ()
+    num_drafts: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int, int], ...] = ()
+
+
+class ShortConvWeights(msgspec.Struct, frozen=True):
+    """A convolution over the last tokens: taps [width, C], the oldest first, and bias [C] or None,
+    both float32.
+    """
+
+    taps: AnyTensor
+    bias: AnyTensor | None = None
+
+
+class DeltaWeights(msgspec.Struct, frozen=True):
+    """What Gated DeltaNet has in addition to its projections, in float32.
+
+    Attributes:
+        taps: [width, channels] of the convolution over queries, keys and values.
+        rates: [value heads], negative: a state's decay in a token of time step 1.
+        biases: [value heads], of the time step.
+        norm: [value size], of the outputs.
+        num_key_heads, key_size, eps: Of its keys, and of the norm.
+    """
+
+    taps: AnyTensor
+    rates: AnyTensor
+    biases: AnyTensor
+    norm: AnyTensor
+    num_key_heads: int
+    key_size: int
+    eps: float
+
+
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
     their scale (`ops.tensors`). Layers may differ in K and W, never in B and S. Owned by the
     runner; zeroed at allocation, so that masked positions never hold NaN.
+
+    `states` are of the layers that keep a state of each sequence, [slots, elements] float32 each
+    (`model.decoder_spec.StateSize`).
     """
 
     keys: tuple[AnyTensor, ...]
     values: tuple[AnyTensor, ...]
+    states: tuple[AnyTensor, ...] = ()
 
     def by_shape(self) -> tuple[tuple[AnyTensor, ...], ...]:
         """The tensors, those of one shape together."""
@@ -602,6 +660,39 @@ class ExpertsOp(Protocol):
     ) -> Tensor: ...
 
 
+class GateOp(Protocol):
+    """x [T, N] and gates [T, G] -> [T, N]: x * sigmoid(gate), a gate for each of G equal parts."""
+
+    def __call__(self, x: Tensor, gates: Tensor, /) -> Tensor: ...
+
+
+class ShortConvOp(Protocol):
+    """x [T, 3 * C], gates of the inputs, gates of the outputs and values, -> [T, C]; gated inputs
+    are rounded to x's dtype, the rest is fp32 and rounded once. `states` is changed in place. A
+    token's record is its gated input.
+    """
+
+    def __call__(
+        self, x: Tensor, weights: ShortConvWeights, states: AnyTensor, rows: StateRows, /
+    ) -> Tensor: ...
+
+
+class GatedDeltaOp(Protocol):
+    """Gated DeltaNet (arXiv:2412.06464), token by token. x [T, C] is queries and keys, values,
+    gates of the outputs z, and of each value head two gates b and a -> [T, value heads * E].
+
+    Queries, keys and values go through the convolution and SiLU; queries and keys are divided by
+    their norms, queries by sqrt(D) too. S [D, E] of a value head becomes
+    exp(rate * softplus(a + bias)) S, then S + k (sigmoid(b) (v - S'k))'; its output S'q is normed
+    and multiplied by silu(z). `states` is changed in place. A token's record is the convolution's
+    inputs, b and a.
+    """
+
+    def __call__(
+        self, x: Tensor, weights: DeltaWeights, states: AnyTensor, rows: StateRows, /
+    ) -> Tensor: ...
+
+
 class AdapterTableOp(Protocol):
     """A table of so many places, in which each of these adapters fits."""
 
@@ -623,6 +714,7 @@ class OpTable(msgspec.Struct, frozen=True):
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
         experts, route: None where `ops.reference.experts` computes them.
+        gate, short_conv, gated_delta: None where `ops.reference.states` computes them.
         layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
         adapter_table: None where adapters cannot be recorded.
         steps: Makes captured steps and samples tokens; None where only single ops run.
@@ -660,6 +752,9 @@ class OpTable(msgspec.Struct, frozen=True):
     reads_lengths: bool = False
     adapter_table: AdapterTableOp | None = None
     ranks: Ranks | None = None
+    gate: GateOp | None = None
+    short_conv: ShortConvOp | None = None
+    gated_delta: GatedDeltaOp | None = None
     layer_norm: LayerNormOp | None = None
     add_layer_norm: AddLayerNormOp | None = None
     activation: ActivationOp | None = None

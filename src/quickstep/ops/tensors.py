@@ -280,6 +280,20 @@ def new_empty(x: AnyTensor, shape: tuple[int, ...], dtype: DType) -> AnyTensor:
     return x.new_empty(shape, dtype=torch_dtype(dtype))
 
 
+def transposed(x: AnyTensor) -> AnyTensor:
+    """x [N, M] -> [M, N], contiguous, of the same class."""
+    if isinstance(x, HostTensor):
+        return HostTensor(np.ascontiguousarray(x.numpy().T), x.dtype)
+    return x.t().contiguous()
+
+
+def negative_exponential(x: AnyTensor) -> AnyTensor:
+    """-exp(x) of float32 numbers, rounded once, of the same class."""
+    wide = -np.exp(as_float64(x))
+    result = HostTensor(wide.astype(np.float32), FLOAT32)
+    return result if isinstance(x, HostTensor) else result.to_torch().to(x.device)
+
+
 SCALE_BYTES = 4
 _LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is stored as zero
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from quickstep.model.interface import EmittingTokens, ForwardBatch, KVLayout, Model
-from quickstep.ops.table import PagedLayout, RowLengths
+from quickstep.model.sizing import StateMemory
+from quickstep.ops.table import PagedLayout, RowLengths, StateRows
 from quickstep.ops.tensors import torch_device
 from quickstep.runtime.cache.kv_cache import allocate_kv
 
@@ -48,10 +49,10 @@ def run_largest_step(
     those of the longest sequence, on which the scratch memory of attention depends.
     """
     device = torch_device(model.device)
-    kv = allocate_kv(kv_layout, 1, block_size, model.device)
     row_len = min(num_tokens, max_model_len)
     lengths = [row_len] * (num_tokens // row_len)
     lengths += [num_tokens % row_len] if num_tokens % row_len else []
+    kv = allocate_kv(kv_layout, 1, block_size, model.device, StateMemory(len(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     offsets = [0]
     for length in lengths:
@@ -75,10 +76,14 @@ def run_largest_step(
 
     of_emitting = positions[emitting]
     contexts = tuple((of_emitting + 1).tolist())
+    num_rows, none = len(lengths), (0,) * len(lengths)
     batch = ForwardBatch(
         torch.zeros(num_tokens, dtype=torch.int64, device=device),
         layout(positions, offsets, tuple(lengths)),
         EmittingTokens(emitting, layout(of_emitting, list(range(count + 1)), contexts)),
+        state_rows=StateRows(tuple(offsets), (-1,) * num_rows, tuple(range(num_rows)), none, none)
+        if kv.states
+        else None,
     )
     hidden = model.forward(batch, kv)
     model.logits(hidden).max(1)  # type: ignore[union-attr]

@@ -31,7 +31,7 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.model.sizing import MemoryPlan
+from quickstep.model.sizing import NO_STATES, MemoryPlan, StateMemory
 from quickstep.ops.table import KVCache
 from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.cache.kv_cache import allocate_kv
@@ -63,6 +63,8 @@ from quickstep.verify.run import (
 )
 
 _MAX_NUM_SEQS = 24
+_NUM_SAVED_STATES = 8
+_MAX_DRAFTS = 15
 _MAX_TOKENS = 512  # of a step
 # Some prompts end so near to it that the context limit ends the sequence.
 _MAX_MODEL_LEN = MAX_PROMPT_LEN + MAX_OUTPUTS - 24
@@ -309,12 +311,15 @@ class _Verifier:
         """For the model that is loaded."""
         options, model = self._options, self._model
         layout = model.kv_layout.stored_as(options.kv_dtype)
-        return allocate_kv(layout, self._num_blocks, options.block_size, model.device)
+        blocks = self._num_blocks, options.block_size
+        return allocate_kv(layout, *blocks, model.device, self._plan.states)
 
     @property
     def _plan(self) -> MemoryPlan:
-        """The sizes for proposers with a model."""
-        return MemoryPlan(self._num_blocks, self._max_model_len, _MAX_NUM_SEQS, _MAX_TOKENS, (), ())
+        """The sizes for proposers with a model. States: one of each sequence, few others."""
+        states = StateMemory(_MAX_NUM_SEQS + _NUM_SAVED_STATES, _MAX_DRAFTS)
+        plan = MemoryPlan(self._num_blocks, self._max_model_len, _MAX_NUM_SEQS, _MAX_TOKENS, (), ())
+        return replace(plan, states=states if self._model.kv_layout.states else NO_STATES)
 
     def _run_single(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
         """Each sequence at batch size 1: one slot, the prompt in one step, nothing cached."""
@@ -344,7 +349,7 @@ class _Verifier:
         return run_requests(
             self._model,
             self._kv,
-            config,
+            replace(config, num_state_slots=self._plan.states.num_slots, state_interval=32),
             pool,
             events,
             self._new_matcher,
@@ -368,7 +373,7 @@ class _Verifier:
         return StaticProposer(
             self._expected_tokens,
             acceptance=rng.choice((0.5, 0.9, 1.0)),
-            in_trees=scenario.in_trees,
+            in_trees=scenario.in_trees and not self._kv.states,
         )
 
     def _expected_tokens(self, admission: Admission) -> list[int]:
@@ -429,7 +434,7 @@ class _Verifier:
             pipeline_depth=max(scenario.pipeline_depth, setup.stages),
             num_stages=setup.stages,
             policy=scenario.policy,
-            num_speculative_tokens=rng.choice((1, 4, 15)) if scenario.has_drafts else 0,
+            num_speculative_tokens=rng.choice((1, 4, _MAX_DRAFTS)) if scenario.has_drafts else 0,
             max_loras=rng.randint(1, 4) if scenario.has_loads else None,
             kv_tier=_TIER if scenario.stores_kv and self._has_all_blocks(setup) else None,
         )

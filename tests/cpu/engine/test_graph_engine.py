@@ -71,8 +71,10 @@ def test_an_engine_with_graphs_has_two_steps_in_flight_and_the_same_tokens(
 
     allocate_kv = kv_cache.allocate_kv
 
-    def with_scratch_block(shape: Any, num_blocks: int, block_size: int, device: Any) -> Any:
-        return allocate_kv(shape, num_blocks + 1, block_size, device)
+    def with_scratch_block(
+        shape: Any, num_blocks: int, block_size: int, device: Any, states: Any
+    ) -> Any:
+        return allocate_kv(shape, num_blocks + 1, block_size, device, states)
 
     monkeypatch.setattr(kv_cache, "allocate_kv", with_scratch_block)
     monkeypatch.setattr(assembly, "graph_options", lambda *_: GraphOptions(Reexecution(), 2))

@@ -18,7 +18,7 @@ from quickstep.model.decoder_weights import LayerWeights
 from quickstep.model.interface import KVLayout
 from quickstep.model.layers.interface import LayerStep, Mixer
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.model.layers.residual import attention_of, build_layers
+from quickstep.model.layers.residual import build_layers, mixer_of
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.ops.reference import reference_ops
@@ -44,7 +44,7 @@ class DecayingSum:
         self._out_of = self._ops.pack_linear(torch.randn(size, STATE, generator=generator), None)
         self._place = place
 
-    def write(self, x: Tensor, step: LayerStep) -> Tensor:
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
         layout, states = step.layout, self._ops.linear(x, self._into)
         kept = torch.as_tensor(step.kv.keys[self._place]).view(-1, STATE)
         for token, (position, slot) in enumerate(
@@ -56,15 +56,15 @@ class DecayingSum:
                 before = kept[int(layout.block_tables[row, block]) * layout.block_size + place]
                 states[token] += DECAY * before
             kept[slot] = states[token]
-        return states
+        return (states,)
 
-    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
-        return self._ops.linear(rows, self._out_of)
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
+        return self._ops.linear(rows[0], self._out_of)
 
 
 def mixed(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
     """Attention in the first layer, a state in the others."""
-    return DecayingSum(ops, place) if ops.index else attention_of(ops, weights, place)
+    return DecayingSum(ops, place) if ops.index else mixer_of(ops, weights, place)
 
 
 def small_model() -> Decoder:

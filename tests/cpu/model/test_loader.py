@@ -86,7 +86,7 @@ def test_fused_projections_hold_the_stored_parts_in_order(tmp_path: Path) -> Non
     tensors = write_checkpoint(tmp_path)
     start = "model.layers.1.self_attn."
     parts = [tensors[f"{start}{part}_proj.weight"] for part in "qkv"]
-    loaded = decoder(tmp_path).weights.layers[1].attention.qkv
+    loaded = decoder(tmp_path).weights.layers[1].mixer.qkv
     assert torch.equal(loaded.data, torch.cat(parts))
     assert (loaded.num_outputs, loaded.num_inputs) == (48, 16)
 
@@ -261,7 +261,7 @@ def test_the_index_decides_which_of_two_copies_counts(place: str, tmp_path: Path
     save_file({QUERY: copies["second.safetensors"]}, tmp_path / "second.safetensors")
     others = dict.fromkeys(tensors, "model.safetensors")
     write_index(tmp_path, others | {"a": "second.safetensors", QUERY: place})
-    loaded = decoder(tmp_path).weights.layers[0].attention.qkv
+    loaded = decoder(tmp_path).weights.layers[0].mixer.qkv
     assert torch.equal(loaded.data[:16], copies[place])
 
 

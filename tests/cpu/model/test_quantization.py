@@ -193,7 +193,7 @@ def test_memory_is_what_sizing_says(quantization: str) -> None:
     held = model.weights.lm_head.nbytes
     for layer in model.weights.layers:
         dense = layer.mlp
-        for weight in (layer.attention.qkv, layer.attention.o_proj, dense.gate_up, dense.down_proj):
+        for weight in (layer.mixer.qkv, layer.mixer.o_proj, dense.gate_up, dense.down_proj):
             held += weight.nbytes
     planned = weight_bytes(model.spec, 2, quantization)
     norms = 2 * 256 * (2 * len(model.weights.layers) + 1)

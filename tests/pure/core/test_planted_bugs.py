@@ -87,6 +87,7 @@ _MODULES = (
     "resources.kv_retention",
     "resources.kv_tiers",
     "resources.kv_transfers",
+    "resources.state_slots",
     "resources.adapter_residency",
     "resources.adapter_places",
     "admission",
@@ -329,6 +330,51 @@ _BUGS = {
         "sequence",
         "max(self._num_scored_tokens, min(num_scored, self.prompt_len))",
         "self._num_scored_tokens",
+    ),
+    "state-of-a-shorter-prefix": (
+        "resources.state_slots",
+        "source, before = self.begun_with.slot, start",
+        "source, before = self.begun_with.slot, start - 1",
+    ),
+    "state-with-rejected-drafts": (
+        "resources.state_slots",
+        "self.position = certain = end - num_drafts",
+        "self.position = certain = end",
+    ),
+    "accepted-drafts-not-replayed": (
+        "resources.state_slots",
+        "start - before if start else 0",
+        "0",
+    ),
+    "state-read-in-the-step-that-saves-it": (
+        "resources.state_slots",
+        "if source is not None and source.step_id == self._in_flight.next_id:",
+        "if False:",
+    ),
+    "state-saved-one-token-early": (
+        "resources.state_slots",
+        "saves.append((position - before, free))",
+        "saves.append((max(1, position - before - 1), free))",
+    ),
+    "state-of-an-evicted-block": (
+        "resources.state_slots",
+        "if not self._pool.has_content(block_id, saved.key) or (",
+        "if (",
+    ),
+    "state-of-a-failed-row": (
+        "resources.state_slots",
+        "writer is not None and writer.invalidated",
+        "False",
+    ),
+    "state-slot-taken-in-its-last-step": (
+        "resources.state_slots",
+        "return self._touched[slot] != self._in_flight.next_id",
+        "return True",
+    ),
+    "reader-of-a-failed-state-goes-on": (
+        "step",
+        "if writer is not None and writer.invalidated:",
+        "if False:",
     ),
     "ended-retention-still-counts": (
         "resources.kv_retention",

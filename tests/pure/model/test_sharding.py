@@ -17,7 +17,8 @@ from quickstep.model.adapters.lora_modules import (
     module_number,
     num_modules,
 )
-from quickstep.model.sharding import Shard, check_ranks, shard_adapter, shard_spec, stored_rows
+from quickstep.model.chosen_rows import stored_rows
+from quickstep.model.sharding import Shard, check_ranks, shard_adapter, shard_spec
 from quickstep.ops.table import LoRAPart
 from quickstep.ops.tensors import FLOAT32, HostTensor
 from quickstep.ops.weights import StoredMatrix, StoredRows

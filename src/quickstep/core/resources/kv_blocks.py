@@ -26,11 +26,17 @@ _MIN_RESERVE = 0.01
 
 class KVBlocks(Resource):
     """The blocks that sequences hold. `expected_growth` is how many tokens the running sequences
-    are expected to add.
+    are expected to add, `num_usable` how many of the blocks of a cached prefix are of use.
     """
 
-    def __init__(self, pool: KVBlockPool, expected_growth: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        pool: KVBlockPool,
+        expected_growth: Callable[[], int],
+        num_usable: Callable[[SequenceOf[int]], int] = len,
+    ) -> None:
         self._pool = pool
+        self._num_usable = num_usable
         self._block_size = pool.block_size
         self._expected_growth = expected_growth
         self._num_holders = 0
@@ -52,7 +58,7 @@ class KVBlocks(Resource):
 
     def admit(self, sequence: Sequence, residency: Residency, now: float) -> None:
         """Begin the block table with the cached blocks that `fits` found, and new ones."""
-        hits = sequence.known_hits.block_ids if self._pool.prefix_caching else ()
+        hits = self._hits(sequence) if self._pool.prefix_caching else ()
         if sequence.num_cached_tokens is None:
             sequence.cache_miss = self._cache_miss(sequence, len(hits))
         self._pool.acquire(hits)
@@ -71,7 +77,12 @@ class KVBlocks(Resource):
 
     def num_hit_tokens(self, sequence: Sequence) -> int:
         """How many tokens of a sequence that fits are in the prefix cache."""
-        return len(sequence.known_hits.block_ids) * self._block_size
+        return len(self._hits(sequence)) * self._block_size
+
+    def _hits(self, sequence: Sequence) -> tuple[int, ...]:
+        """The cached blocks that a sequence begins after."""
+        block_ids = sequence.known_hits.block_ids
+        return block_ids[: self._num_usable(block_ids)]
 
     def _num_reserved(self) -> int:
         """Blocks that an admission leaves free for the growth of running sequences.
@@ -86,7 +97,7 @@ class KVBlocks(Resource):
         return int(self._reserve * self._expected_growth()) // self._block_size
 
     def _fits(self, sequence: Sequence, leaving: SequenceOf[Sequence], num_reserved: int) -> bool:
-        pool, hits = self._pool, sequence.known_hits.block_ids
+        pool, hits = self._pool, self._hits(sequence)
         num_growing = max(self._num_holders - len(leaving), num_reserved)
         needed = self._blocks_for(len(sequence.token_ids)) - len(hits) + num_growing
         num_held = sum(len(holder.residency.blocks) for holder in leaving)
@@ -109,6 +120,8 @@ class KVBlocks(Resource):
         """Why a sequence gets no more than `num_hits` blocks from the prefix cache."""
         if not self._pool.prefix_caching:
             return CacheMiss.DISABLED
+        if num_hits < len(sequence.known_hits.block_ids):
+            return CacheMiss.NO_STATE
         if num_hits < sequence.num_reusable // self._block_size:
             was_cached = self._pool.was_cached(sequence.digests[num_hits])
             return CacheMiss.EVICTED if was_cached else CacheMiss.NOT_CACHED
@@ -164,6 +177,8 @@ class KVBlocks(Resource):
             block_tokens = tuple(token_ids[start : start + block_size])
             register_next(keys, root, blocks, block_tokens, digests)
         residency.registers_at = (len(keys) + 1) * block_size
+        if residency.state is not None:
+            residency.state.registered(keys)
 
     def _growth(self, residency: Residency, num_tokens: int = 1) -> int:
         return self._blocks_for(residency.planned + num_tokens) - len(residency.blocks)

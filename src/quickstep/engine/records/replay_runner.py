@@ -48,9 +48,9 @@ def open_runner(recording: SchedulerRecording) -> ReplayRunner:
             f"{description.fingerprint}: other weights or kernels give other tokens; --plans-only "
             "compares the plans"
         )
-    kv = allocate_kv(
-        loaded.kv_layout, loaded.plan.num_blocks, config.cache.block_size, loaded.model.device
-    )
+    plan, block_size = loaded.plan, config.cache.block_size
+    device = loaded.model.device
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, device, plan.states)
     executor = open_executor(config, loaded.model, kv, loaded.plan, description, loaded.adapters)
     wanted = (request.request.sampling.grammar for request in recording.requests.values())
     grammars: list[object] = [check_grammar(one, description.grammars) for one in wanted]

@@ -32,6 +32,7 @@ from quickstep.types import (
     Executor,
     Grammar,
     Phase,
+    RowState,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -106,7 +107,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     """Sizes of the engine that runs the steps, in tokens and blocks.
 
     `grammar` is one that the engine has compiled and that no few tokens complete; None for rows
-    without grammars.
+    without grammars. `has_states`: each sequence has a state, of which there are slots enough.
     """
 
     max_num_seqs: int
@@ -117,6 +118,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     grammar: Grammar | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    has_states: bool = False
 
 
 class _Sequence(msgspec.Struct):
@@ -128,6 +130,7 @@ class _Sequence(msgspec.Struct):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     num_outputs: int = 0
+    has_state: bool = False
 
     def row(self, num_tokens: int, phase: Phase, emits: bool, token_id: int) -> StepRow:
         """The next row. It brings all blocks the first time."""
@@ -143,6 +146,7 @@ class _Sequence(msgspec.Struct):
             self.num_outputs,
             score_start=self.start if is_scored else 0,
             num_scored=num_tokens if is_scored else 0,
+            state=RowState(self.slot, self.slot) if self.has_state else None,
         )
         self.start += num_tokens
         self.num_outputs += emits
@@ -230,7 +234,9 @@ class _Rounds:
         longest = max(0, max_len - reserve - 1)
         start = 0 if is_prompt and rng.random() < 0.5 else rng.randint(0, longest)
         end = min(max_len, start + reserve)
-        return _Sequence(slot, start, end, (), self._sampling(is_prompt))
+        return _Sequence(
+            slot, start, end, (), self._sampling(is_prompt), has_state=self._limits.has_states
+        )
 
     def _sampling(self, is_prompt: bool) -> SamplingParams:
         rng = self._rng

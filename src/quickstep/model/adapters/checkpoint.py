@@ -30,6 +30,7 @@ from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_p
 from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
 from quickstep.model.checkpoint.source import bundled_adapter, reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
+from quickstep.model.chosen_rows import taken_rows
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
 from quickstep.ops.tensors import BFLOAT16, FLOAT32, Array, DType, HostTensor
@@ -164,13 +165,14 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
         place = module.first_output, target.scale, module.is_embedding
         bias = self._bias(target, base_biases, digest)
         if target.weight is not None:
-            a = self._tensor(target.weight, dtype, digest)
+            a = _in_order(self._tensor(target.weight, dtype, digest), module)
             return LoRAPart(a, None, *place, bias=bias)
         if target.a is None or target.b is None:
             shape = (module.num_inputs, 0) if module.is_embedding else (0, module.num_inputs)
             a, b = HostTensor.empty(shape, dtype), HostTensor.empty((module.num_outputs, 0), dtype)
             return LoRAPart(a, b, *place, bias=bias)
         a, b = (self._tensor(name, dtype, digest) for name in (target.a, target.b))
+        b = _in_order(b, module)
         if module.is_embedding:
             a = HostTensor(np.ascontiguousarray(a.numpy().T), a.dtype)
         return LoRAPart(a, b, *place, bias=bias)
@@ -181,10 +183,12 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
         """What is added to each output; in place of the base model's bias, the difference."""
         found = []
         if target.lora_bias is not None:
-            value = self._tensor(target.lora_bias, FLOAT32, digest).numpy()
+            of_b = self._tensor(target.lora_bias, FLOAT32, digest)
+            value = _in_order(of_b, target.module).numpy()
             found.append(value * np.float32(target.scale))
         if target.bias is not None:
-            value = self._tensor(target.bias, FLOAT32, digest).numpy()
+            trained = self._tensor(target.bias, FLOAT32, digest)
+            value = _in_order(trained, target.module).numpy()
             if target.weight is None:
                 first = target.module.first_output
                 base = base_biases[target.module.number]
@@ -430,6 +434,11 @@ def _check_target(weights: Path, files: TensorFiles, target: _Target, max_rank: 
                 f"{weights} has tensor {name!r} stored as {tensor.dtype}; supported are "
                 f"{', '.join(STORED_DTYPES)}"
             )
+
+
+def _in_order(outputs: HostTensor, module: LoRAModule) -> HostTensor:
+    """A row or a number of each output, in the order of the decoder's matrix."""
+    return taken_rows(outputs, module.rows) if module.rows else outputs
 
 
 def _is_finite(tensor: HostTensor) -> bool:

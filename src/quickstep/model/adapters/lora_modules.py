@@ -8,7 +8,7 @@ those of the layers' matrices, the embedding, the output projection, and the exp
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,9 +16,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.tensor_schema import qkv_parts
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec
-from quickstep.model.decoder_weights import DecoderWeights, MLPWeights
+from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER, qkv_parts
+from quickstep.model.chosen_rows import gate_order
+from quickstep.model.decoder_spec import GatedDelta, LayerSpec, ModelSpec, ShortConv, TensorNaming
+from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MLPWeights
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
     AnyTensor,
@@ -52,7 +53,8 @@ class Projection(enum.IntEnum):
 
 class LoRAModule(msgspec.Struct, frozen=True):
     """A linear layer of the checkpoint, or the embedding: `num_outputs` outputs from `first_output`
-    on of the decoder's matrix `number`. The inputs of the embedding are the vocabulary.
+    on of the decoder's matrix `number`. The inputs of the embedding are the vocabulary. `rows`: the
+    order of its outputs in that matrix; () for their own.
     """
 
     number: int
@@ -60,6 +62,7 @@ class LoRAModule(msgspec.Struct, frozen=True):
     num_outputs: int
     num_inputs: int
     is_embedding: bool = False
+    rows: tuple[range, ...] = ()
 
 
 def num_modules(spec: ModelSpec) -> int:
@@ -105,6 +108,9 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
     projection = Projection(module.number % len(Projection))
     if projection is Projection.ROUTER:
         return spec.moe is not None and spec.moe.biases
+    mixer = spec.layers[module.number // len(Projection)].state_mixer
+    if mixer is not None and projection in (Projection.QKV, Projection.O_PROJ):
+        return isinstance(mixer, ShortConv) and mixer.bias
     attention = {Projection.QKV: spec.qkv_bias, Projection.O_PROJ: spec.output_bias}
     return attention.get(projection, spec.mlp_bias)
 
@@ -120,10 +126,13 @@ def base_biases(
     """
     matrices: dict[int, LinearWeight] = {}
     for number, layer in enumerate(weights.layers, first_layer):
-        if spec.qkv_bias:
-            matrices[module_number(number, Projection.QKV)] = layer.attention.qkv
-        if spec.output_bias:
-            matrices[module_number(number, Projection.O_PROJ)] = layer.attention.o_proj
+        into, out = (module_number(number, one) for one in (Projection.QKV, Projection.O_PROJ))
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionWeights):
+            matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
+            matrices |= {out: mixer.o_proj} if spec.output_bias else {}
+        elif isinstance(spec.layers[number].state_mixer, ShortConv):
+            matrices |= {into: mixer.in_proj, out: mixer.out_proj}
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
             matrices[module_number(number, Projection.DOWN_PROJ)] = layer.mlp.down_proj
@@ -180,44 +189,60 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
         for projection, parts, num_inputs in _dense_modules(spec.of_layer(layer), kind):
             first = 0
             for name, num_outputs in parts:
-                number = module_number(layer, projection)
-                found[f"layers.{layer}.{name}"] = LoRAModule(number, first, num_outputs, num_inputs)
+                rows = gate_order(spec) if name == "self_attn.q_proj" else ()
+                place = module_number(layer, projection), first, num_outputs, num_inputs
+                found[f"layers.{layer}.{name}"] = LoRAModule(*place, rows=rows)
                 first += num_outputs
         if kind.sparse and not naming.fused_experts:
             found |= _expert_modules(spec, layer)
     vocab_size = spec.vocab_size
     found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
     found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
-    return found
+    return {_own_name(name, naming): module for name, module in found.items()}
 
 
-def _dense_modules(
-    spec: ModelSpec, layer: LayerSpec
-) -> list[tuple[Projection, list[tuple[str, int]], int]]:
-    """The matrices of a layer but the experts: names and outputs of their parts, and inputs."""
-    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
-    qkv = [
-        (f"self_attn.{name}", outputs)
-        for name, outputs in zip(qkv_parts(layer), (queries, keys, keys), strict=False)
-    ]
-    if naming.fused_qkv:
-        qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
+# A matrix of a layer, what it consists of by name with the numbers of outputs, and of inputs.
+_Modules = tuple[Projection, list[tuple[str, int]], int]
+
+
+def _dense_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
+    """The matrices of a layer but the experts."""
+    yield from _mixer_modules(spec, layer)
+    if layer.sparse and not (spec.moe is not None and spec.moe.with_mlp):
+        return
+    hidden, width = spec.hidden_size, spec.intermediate_size
     gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
-    if naming.fused_gate_up:
+    if spec.naming.fused_gate_up:
         gate_up = [("mlp.gate_up_proj", 2 * width)]
-    if not spec.gated:
-        gate_up = [("mlp.up_proj", width)]
-    attention = [
-        (Projection.QKV, qkv, hidden),
-        (Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries),
-    ]
-    mlp = [
-        (Projection.GATE_UP, gate_up, hidden),
-        (Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width),
-    ]
-    has_mlp = not layer.sparse or (spec.moe is not None and spec.moe.with_mlp)
-    return attention + mlp if has_mlp else attention
+    yield Projection.GATE_UP, gate_up if spec.gated else [("mlp.up_proj", width)], hidden
+    yield Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width
+
+
+def _mixer_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
+    hidden, mixer = spec.hidden_size, layer.state_mixer
+    if mixer is None:
+        queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        widths = (2 * queries if spec.attention_gate else queries, keys, keys)
+        names = [f"self_attn.{name}" for name in qkv_parts(layer)]
+        qkv = list(zip(names, widths, strict=False))
+        if spec.naming.fused_qkv:
+            qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
+        yield Projection.QKV, qkv, hidden
+        yield Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries
+        return
+    parts = [("in_proj", mixer.num_inputs)]
+    if isinstance(mixer, GatedDelta):
+        parts = list(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+    yield Projection.QKV, [(f"{STATE_MIXER}{name}", count) for name, count in parts], hidden
+    yield Projection.O_PROJ, [(f"{STATE_MIXER}out_proj", hidden)], mixer.num_outputs
+
+
+def _own_name(name: str, naming: TensorNaming) -> str:
+    """A module's name in checkpoints of the architecture, by its standard name."""
+    own = f".{name}."
+    for part, standard in naming.renames:
+        own = own.replace(standard, part)
+    return own.strip(".")
 
 
 def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:

@@ -12,10 +12,21 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec, NormPlacement, QKNorm
+from quickstep.model.decoder_spec import (
+    LayerSpec,
+    ModelSpec,
+    NormPlacement,
+    QKNorm,
+    ShortConv,
+    StateMixer,
+)
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
+
+STATE_MIXER = "linear_attn."
+# of Gated DeltaNet, in the order in which they are one matrix
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 class LayerInputNames(msgspec.Struct, frozen=True):
@@ -95,7 +106,9 @@ def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     """The tensors of one layer."""
     start = f"{prefix}layers.{index}."
     layer, spec = spec.layers[index], spec.of_layer(index)
-    relative = dict(_attention(spec, layer))
+    mixer = layer.state_mixer
+    of_mixer = _attention(spec, layer) if mixer is None else _state_mixer(mixer, spec.hidden_size)
+    relative = dict(of_mixer)
     for name in _norm_names(spec, layer.sparse):
         relative[f"{name}.weight"] = (spec.hidden_size,)
         if spec.norm_bias:
@@ -151,7 +164,7 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]
     if spec.naming.fused_qkv:
         projections = [("qkv_proj", queries + 2 * keys)]
     else:
-        widths = (queries, keys, keys)
+        widths = (2 * queries if spec.attention_gate else queries, keys, keys)
         projections = list(zip(qkv_parts(layer), widths, strict=False))
     for name, width in projections:
         yield f"self_attn.{name}.weight", (width, hidden)
@@ -171,6 +184,26 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]
         yield "self_attn.q_norm.weight", of_queries
         if layer.kv_from is None:
             yield "self_attn.k_norm.weight", of_keys
+
+
+def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
+    start = STATE_MIXER
+    if isinstance(mixer, ShortConv):
+        channels = mixer.num_channels
+        yield from _projection(f"{start}in_proj", 3 * channels, hidden, mixer.bias)
+        yield f"{start}conv1d.weight", (channels, 1, mixer.width)
+        if mixer.bias:
+            yield f"{start}conv1d.bias", (channels,)
+        yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
+        return
+    heads, values = mixer.num_value_heads, mixer.num_values
+    for name, num_outputs in zip(DELTA_PROJECTIONS, mixer.parts, strict=True):
+        yield from _projection(f"{start}{name}", num_outputs, hidden, False)
+    yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
+    yield f"{start}A_log", (heads,)
+    yield f"{start}dt_bias", (heads,)
+    yield f"{start}norm.weight", (mixer.value_size,)
+    yield from _projection(f"{start}out_proj", hidden, values, False)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:

@@ -27,7 +27,12 @@ from quickstep.model.checkpoint.safetensors_files import (
 )
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
-from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.model.checkpoint.tensor_schema import (
+    DELTA_PROJECTIONS,
+    Shapes,
+    layer_tensors,
+    outer_tensors,
+)
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
 from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
@@ -49,7 +54,12 @@ _BUFFERS = re.compile(r"(.+\.)?(rotary_emb\.\w+|inv_freq|masked_bias|position_id
 _OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|mtp\w*)\..+")
 
 # Matrices that are packed below one another: their forms become one.
-_STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_STACKS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    DELTA_PROJECTIONS,
+)
 
 
 class DecoderNames(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, the mixer of every layer today."""
+"""Attention over a paged KV cache: the mixer of most layers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,18 @@ class Attention:
         """K and V of the rank's heads; None where it reads another layer's."""
         return self._ops.own.kv_size if self._has_keys else None
 
-    def write(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Write the KV of x [T, hidden], return its queries [T, H, D]."""
-        table = self._ops.table
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
+        """Write the KV of x [T, hidden], return its queries [T, H, D], and the gates [T, H * D] of
+        what attention returns, if there are any.
+        """
         if not self._has_keys:
-            return self._queries(x, step)
-        q, k, v = self._qkv(x, step.lora)
+            return (self._queries(x, step),)
+        q, k, v, *gates = self._qkv(x, step.lora)
+        return self._write(q, k, v, step), *gates
+
+    def _write(self, q: Tensor, k: Tensor, v: Tensor, step: LayerStep) -> Tensor:
+        """Write k and v, return q, turned where the layer turns them."""
+        table = self._ops.table
         keys, values = step.kv.keys[self._place], step.kv.values[self._place]
         slots = step.layout.slot_mapping
         pairs = self._interleaved
@@ -58,24 +64,29 @@ class Attention:
         table.write_kv(k, v, keys, values, slots)
         return q
 
-    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """Attention of queries [T, H, D] over the KV written, and its output projection."""
+        q, *gates = rows
         ops, weights, spec = self._ops, self._weights, self._ops.spec
         keys, values = step.kv.keys[self._place], step.kv.values[self._place]
-        mixed = ops.table.paged_attention(
-            rows, keys, values, step.layout, self._params, weights.sinks
-        )
+        mixed = ops.table.paged_attention(q, keys, values, step.layout, self._params, weights.sinks)
         mixed = mixed.reshape(-1, ops.own.num_heads * spec.head_size)
+        if gates:
+            mixed = ops.gated(mixed, gates[0])
         mixed = ops.gather_heads(mixed, spec.num_heads)
         x = ops.linear(mixed, weights.o_proj, Projection.O_PROJ, step.lora)
         return ops.gather(x, spec.hidden_size)
 
-    def _qkv(self, x: Tensor, lora: LoRAMapping | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
+    def _qkv(self, x: Tensor, lora: LoRAMapping | None) -> tuple[Tensor, ...]:
+        """Queries [T, H, D], k and v [T, K, D], normed where the architecture does, and gates."""
         own, weights = self._ops.own, self._weights
         queries, keys = own.num_heads * own.head_size, own.num_kv_heads * own.head_size
         qkv = self._ops.linear(x, weights.qkv, Projection.QKV, lora)
-        q, k = qkv[:, :queries], qkv[:, queries : queries + keys]
+        gates: tuple[Tensor, ...] = ()
+        q = qkv[:, :queries]
+        if own.attention_gate:
+            gates, qkv = (qkv[:, queries : 2 * queries],), qkv[:, queries:]
+        k = qkv[:, queries : queries + keys]
         v = k if self._values_are_keys else qkv[:, queries + keys :]
         if own.qk_norm is QKNorm.FULL:
             q, k = self._norm_complete_qk(q, k)
@@ -85,7 +96,7 @@ class Attention:
             q, k = self._norm_qk(q, k)
         if weights.v_norm is not None:
             v = self._ops.norm(v, weights.v_norm)
-        return q, k, v
+        return q, k, v, *gates
 
     def _queries(self, x: Tensor, step: LayerStep) -> Tensor:
         """Queries [T, H, D] of a layer without keys, normed and turned."""

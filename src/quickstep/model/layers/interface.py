@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.model.decoder_spec import KVSize
+from quickstep.model.decoder_spec import KVSize, StateSize
 from quickstep.model.interface import EmittingTokens
-from quickstep.ops.table import KVCache, LoRAMapping, PagedLayout
+from quickstep.ops.table import KVCache, LoRAMapping, PagedLayout, StateRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,7 @@ class LayerStep(msgspec.Struct, frozen=True):
         kv: The cache; a mixer knows which of its tensors are its own.
         rotations: cos and sin [T, D_rot / 2] of each of the spec's `ropes`.
         lora: The tokens' adapters.
+        state_rows: What the rows do with states; None for a model without any.
         inputs: [T, L * I], what each of the L layers gets of its own; None for nothing.
     """
 
@@ -37,6 +38,7 @@ class LayerStep(msgspec.Struct, frozen=True):
     kv: KVCache
     rotations: tuple[tuple[Tensor, Tensor], ...]
     lora: LoRAMapping | None
+    state_rows: StateRows | None = None
     inputs: Tensor | None = None
 
     def of(self, emitting: EmittingTokens) -> LayerStep:
@@ -47,7 +49,7 @@ class LayerStep(msgspec.Struct, frozen=True):
 
 
 class Mixer(Protocol):
-    """The part of a layer in which tokens read what others left: attention, today.
+    """The part of a layer in which tokens read what others left: attention, or a state.
 
     It is divided in two, as a last layer needs the second half of the emitting tokens only.
     """
@@ -56,12 +58,12 @@ class Mixer(Protocol):
     def kv_size(self) -> KVSize | None:
         """What it keeps of each token in the cache; None for nothing."""
 
-    def write(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Write what x [T, hidden] leaves to later tokens; return what `read` needs, a row for each
-        of the T.
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
+        """Write what x [T, hidden] leaves to later tokens; return what `read` needs, tensors with a
+        row for each of the T.
         """
 
-    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """[T, hidden] of rows that `write` returned, or of some of them with their step."""
 
 
@@ -88,6 +90,7 @@ class LayerStack(msgspec.Struct, frozen=True):
         layers: Each takes and returns the stream.
         pack: Stream -> what another process needs to continue it, [T, hidden] each.
         unpack: The stream again.
+        states: What the layers with a state keep of a sequence, in their order.
         end: Stream -> [T, hidden], normed. Not called for a stream of no tokens.
     """
 
@@ -96,3 +99,4 @@ class LayerStack(msgspec.Struct, frozen=True):
     end: Callable[[Any], Tensor]
     pack: Callable[[Any], tuple[Tensor, ...]]
     unpack: Callable[[tuple[Tensor, ...]], Any]
+    states: tuple[StateSize, ...] = ()

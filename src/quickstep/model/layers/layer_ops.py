@@ -75,6 +75,15 @@ class LayerOps(msgspec.Struct, frozen=True):
 
         return activation(x, factor, self.spec.activation)
 
+    def gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [T, N] times the sigmoid of gates [T, G], one for each of G equal parts."""
+        gate = self.table.gate
+        if gate is None:
+            from quickstep.ops.reference import states  # it computes with torch
+
+            gate = states.gate
+        return gate(x, gates)
+
     def gather(self, x: TensorT, num_columns: int) -> TensorT:
         """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""
         return self._gather(x, self.shard.outputs(num_columns), num_columns)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.model.decoder_spec import KVSize, ModelSpec, NormPlacement
-from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
+from quickstep.model.decoder_spec import KVSize, ModelSpec, NormPlacement, StateSize
+from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens
 from quickstep.model.layers.attention import Attention
 from quickstep.model.layers.feed_forward import make_feed_forward
 from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
 from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.model.layers.states import StateMixer
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import AnyTensor
@@ -25,7 +26,8 @@ from quickstep.ops.tensors import AnyTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Ops and weights of a layer, and the place of its tensors in a `KVCache` if it has any.
+# Ops and weights of a layer, and the place of its tensors in a `KVCache`: among those of the layers
+# that keep something of each token, or among those that keep a state.
 MixerOf = Callable[[LayerOps, LayerWeights, int], Mixer]
 
 
@@ -64,7 +66,8 @@ class ResidualLayer:
         layer_input, normed = residual, x
         rows = self._mixer.write(x, step)
         if emitting is not None:
-            rows, residual = rows[emitting.tokens], residual[emitting.tokens]
+            rows = tuple([part[emitting.tokens] for part in rows])
+            residual = residual[emitting.tokens]
             normed = normed[emitting.tokens] if self._is_parallel else normed
             if not emitting.tokens.shape[0]:
                 return ResidualStream(residual), layer_input
@@ -101,9 +104,11 @@ class ResidualLayer:
         return x if multiplier == 1.0 else x * multiplier
 
 
-def attention_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
-    """The mixer of every layer of a native architecture."""
-    return Attention(ops, weights.attention, place)
+def mixer_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
+    """The mixer that a layer of a native architecture has weights of."""
+    if isinstance(weights.mixer, AttentionWeights):
+        return Attention(ops, weights.mixer, place)
+    return StateMixer(ops, weights.mixer, place)
 
 
 def build_layers(
@@ -112,24 +117,28 @@ def build_layers(
     table: OpTable,
     shard: Shard,
     first_layer: int = 0,
-    mixer_of: MixerOf = attention_of,
+    mixer_of: MixerOf = mixer_of,
 ) -> LayerStack:
     """The layers of a spec on an op table, from `first_layer` on; `weights` are the shard's."""
     layers: list[ResidualLayer] = []
+    states: list[StateSize] = []
     places: dict[int, int] = {}  # in a `KVCache`, of layers that have one
     for index, layer in enumerate(weights.layers, first_layer):
-        of_layer, kv_from = spec.of_layer(index), spec.layers[index].kv_from
+        of_layer, kind = spec.of_layer(index), spec.layers[index]
         ops = LayerOps(table, of_layer, shard_spec(of_layer, shard), shard, index)
-        place = len(places) if kv_from is None else places[kv_from]
+        kept = kind.state_mixer
+        place = len(places) if kind.kv_from is None else places[kind.kv_from]
+        place = place if kept is None else len(states)
         layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, place)))
         if layers[-1].kv_size is not None:
             places[index] = place
+        states += () if kept is None else (kept.state_size,)
     outer = LayerOps(table, spec, shard_spec(spec, shard), shard, spec.num_layers)
 
     def end(stream: ResidualStream) -> Tensor:
         return _add_and_norm(outer, stream, weights.final_norm, weights.final_bias)[0]
 
-    return LayerStack(ResidualStream, tuple(layers), end, _pack, _unpack)
+    return LayerStack(ResidualStream, tuple(layers), end, _pack, _unpack, tuple(states))
 
 
 def _pack(stream: ResidualStream) -> tuple[Tensor, ...]:

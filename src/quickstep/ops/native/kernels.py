@@ -24,6 +24,7 @@ from quickstep.ops.native.packed import (
     PackedWeight,
     kernel_dtype,
 )
+from quickstep.ops.native.states import NativeStates
 from quickstep.ops.table import LoRAMapping, OpTable
 from quickstep.ops.tensors import (
     FLOAT32,
@@ -72,6 +73,7 @@ class NativeOps:
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
+        self._states = NativeStates(library, context)
         owner = weakref.ref(self)  # a cycle would keep the context and its threads
 
         def ops() -> OpTable:
@@ -111,6 +113,9 @@ class NativeOps:
             pack_experts=self._experts.pack,
             route=self._experts.route,
             experts=self._experts.experts,
+            gate=self._states.gate,
+            short_conv=self._states.short_conv,
+            gated_delta=self._states.gated_delta,
         )
 
     def kernel_s(self) -> float:

@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -187,7 +187,7 @@ class OpKind:
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
-    ROUTE, EXPERTS = range(18, 20)
+    ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA = range(18, 23)
     ACTIVATION, LAYER_NORM = range(30, 32)
 
 
@@ -227,7 +227,9 @@ class ProgramInputs(ctypes.Structure):
 
 
 class StepRowCall(ctypes.Structure):
-    """`qs_step_row`: six 64-bit words, which `runtime.steps.captured` writes as integers."""
+    """`qs_step_row` with its `qs_state_row`: ten 64-bit words, which `runtime.steps.divided` writes
+    as integers.
+    """
 
     _fields_ = (
         ("start", c_int64),
@@ -236,6 +238,10 @@ class StepRowCall(ctypes.Structure):
         ("num_blocks", c_int64),
         ("parents", c_void_p),
         ("num_parents", c_int64),
+        ("state_source", c_int64),
+        ("state_target", c_int64),
+        ("num_replayed", c_int64),
+        ("num_drafts", c_int64),
     )
 
 
@@ -249,6 +255,61 @@ class StepCall(ctypes.Structure):
         ("token_ids", c_void_p),
         ("emitting", c_void_p),
         ("adapters", c_void_p),
+        ("saves", c_void_p),
+        ("num_saves", c_int64),
+    )
+
+
+class StateRowsCall(ctypes.Structure):
+    """`qs_state_rows`."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("row_offsets", c_void_p),
+        ("rows", c_void_p),
+        ("saves", c_void_p),
+        ("num_saves", c_int64),
+        ("states", c_void_p),
+        ("num_slots", c_int64),
+        ("slot_floats", c_int64),
+    )
+
+
+class ShortConvCall(ctypes.Structure):
+    """`qs_short_conv_call`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("width", c_int32),
+        ("num_channels", c_int64),
+        ("x_stride", c_int64),
+        ("x", c_void_p),
+        ("taps", c_void_p),
+        ("bias", c_void_p),
+        ("rows", StateRowsCall),
+        ("out", c_void_p),
+    )
+
+
+class DeltaCall(ctypes.Structure):
+    """`qs_delta_call`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("width", c_int32),
+        ("num_key_heads", c_int64),
+        ("num_value_heads", c_int64),
+        ("key_size", c_int64),
+        ("value_size", c_int64),
+        ("x_stride", c_int64),
+        ("eps", c_float),
+        ("x", c_void_p),
+        ("taps", c_void_p),
+        ("rates", c_void_p),
+        ("biases", c_void_p),
+        ("norm", c_void_p),
+        ("rows", StateRowsCall),
+        ("out", c_void_p),
     )
 
 
@@ -400,6 +461,9 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_route", _I, (_P, _P)),
     ("qs_experts_scratch_bytes", _L, (_P, _P)),
     ("qs_experts_run", _I, (_P, _P, _P)),
+    ("qs_gate", _I, (_P, _I, _P, _P, _L, _L, _L, _L, _P)),
+    ("qs_short_conv", _I, (_P, POINTER(ShortConvCall))),
+    ("qs_delta", _I, (_P, POINTER(DeltaCall))),
     ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
     ("qs_probe_destroy", None, (_P,)),
     ("qs_probe_bytes", _L, (_P,)),

@@ -27,8 +27,10 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.native.ranks import NativeRanks
+from quickstep.ops.native.states import MAX_CONV_WIDTH, MAX_DELTA_GROUP, MAX_DELTA_SIZE
 from quickstep.ops.table import (
     AttentionParams,
+    DeltaWeights,
     ExpertLoRA,
     ExpertParts,
     ExpertWeights,
@@ -37,6 +39,8 @@ from quickstep.ops.table import (
     PagedLayout,
     Routing,
     RoutingRule,
+    ShortConvWeights,
+    StateRows,
 )
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 from quickstep.ops.weights import LinearWeight
@@ -248,7 +252,7 @@ class Tape:
         kind: int,
         x: StepTensor,
         inputs: tuple[Operand | int, ...],
-        outputs: Sequence[StepTensor] | tuple[int, ...],
+        outputs: Sequence[StepTensor | int],
         numbers: Numbers | None = None,
     ) -> None:
         """Record a call over the rows and in the dtype of `x`; an int output is an address."""
@@ -286,6 +290,7 @@ class NativeRecorder:
             block_size=block_size,
         )
         self._lora, self._emitting_lora = LoRAMapping(()), LoRAMapping(())
+        self._state_rows = StateRows()
         self._features: list[StepTensor] = []
         self._emitting_layout = replace(
             self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
@@ -316,6 +321,11 @@ class NativeRecorder:
         `forward` gets where rows may have adapters.
         """
         return self._lora, self._emitting_lora
+
+    @property
+    def state_rows(self) -> StateRows:
+        """What the rows do with states, which each run decides."""
+        return self._state_rows
 
     def features(self, num_elements: int, dtype: DType) -> Tensor:
         """The next of what `forward` gets as features, [T, num_elements]; requested before it
@@ -354,6 +364,9 @@ class NativeRecorder:
             scratch_bytes=ops.scratch_bytes,
             route=calls._route,
             experts=calls._experts,
+            gate=calls._gate,
+            short_conv=calls._short_conv,
+            gated_delta=calls._gated_delta,
             ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
 
@@ -671,6 +684,55 @@ class NativeRecorder:
             option=ACTIVATIONS[activation],
         )
         self._tape.record(OpKind.EXPERTS, x, inputs, (out,), numbers)
+        return out
+
+    def _gate(self, x: StepTensor, gates: StepTensor) -> StepTensor:
+        if gates.stride(1) != 1 or gates.dtype != x.dtype:
+            raise NotCapturable("a gate would have to copy its input")
+        inputs = (self._tape.contiguous(x), self._tape.operand(gates))
+        out = self._tape.like(x)
+        numbers = Numbers(size=(x.shape[1], gates.shape[1]), stride=(gates.stride(0),))
+        self._tape.record(OpKind.GATE, x, inputs, (out,), numbers)
+        return out
+
+    def _short_conv(
+        self, x: StepTensor, weights: ShortConvWeights, states: AnyTensor, rows: StateRows
+    ) -> StepTensor:
+        width, num_channels = weights.taps.shape
+        if rows is not self._state_rows or width > MAX_CONV_WIDTH or x.stride(1) != 1:
+            raise NotCapturable("a convolution over other rows, or over too many tokens")
+        bias = 0 if weights.bias is None else self._tape.fixed(weights.bias, FLOAT32)
+        inputs = (self._tape.operand(x), self._tape.fixed(weights.taps, FLOAT32), bias)
+        out = self._tape.new((num_channels,), x.dtype, self._tape.rows_of(x))
+        size = (num_channels, width, *states.shape)
+        numbers = Numbers(size=size, stride=(x.stride(0),))
+        outputs = (out, self._tape.fixed(states, FLOAT32))
+        self._tape.record(OpKind.SHORT_CONV, x, inputs, outputs, numbers)
+        return out
+
+    def _gated_delta(
+        self, x: StepTensor, weights: DeltaWeights, states: AnyTensor, rows: StateRows
+    ) -> StepTensor:
+        (width, _), num_heads = weights.taps.shape, weights.rates.shape[0]
+        key_size, value_size = weights.key_size, weights.norm.shape[0]
+        is_large = max(key_size, value_size) > MAX_DELTA_SIZE or width > MAX_CONV_WIDTH
+        if rows is not self._state_rows or x.stride(1) != 1 or is_large:
+            raise NotCapturable("a delta rule over other rows, or of too large heads")
+        if num_heads > MAX_DELTA_GROUP * weights.num_key_heads:
+            raise NotCapturable("too many value heads share a key head")
+        fixed = (weights.taps, weights.rates, weights.biases, weights.norm)
+        addresses = [self._tape.fixed(part, FLOAT32) for part in fixed]
+        inputs: tuple[Operand | int, ...] = (self._tape.operand(x), *addresses)
+        out = self._tape.new((num_heads * value_size,), x.dtype, self._tape.rows_of(x))
+        sizes = key_size + (value_size << 32)
+        numbers = Numbers(
+            size=(weights.num_key_heads, num_heads, *states.shape, sizes),
+            stride=(x.stride(0),),
+            scalar=(weights.eps,),
+            option=width,
+        )
+        outputs = (out, self._tape.fixed(states, FLOAT32))
+        self._tape.record(OpKind.DELTA, x, inputs, outputs, numbers)
         return out
 
     def _mapping(self, x: StepTensor) -> LoRAMapping:

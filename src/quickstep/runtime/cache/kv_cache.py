@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quickstep.model.interface import KVLayout
+from quickstep.model.sizing import NO_STATES, StateMemory
 from quickstep.ops.table import KVCache
-from quickstep.ops.tensors import AnyTensor, Device, DType, HostTensor, torch_device
+from quickstep.ops.tensors import (
+    FLOAT32,
+    AnyTensor,
+    Device,
+    DType,
+    HostTensor,
+    torch_device,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +35,15 @@ def kv_bytes(layout: KVLayout, num_blocks: int, block_size: int) -> int:
 
 
 def allocate_kv(
-    layout: KVLayout, num_blocks: int, block_size: int, device: torch.device | Device
+    layout: KVLayout,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device | Device,
+    states: StateMemory = NO_STATES,
 ) -> KVCache:
     """K and V of each layer, [B, S, K, W], zeroed: attention may load positions that it masks. On a
-    GPU there is one block more, to which recorded steps write their padding.
+    GPU there is one block more, to which recorded steps write their padding. Layers that keep a
+    state have the slots of `states`.
     """
     num_blocks += device.type != "cpu"
 
@@ -39,7 +53,12 @@ def allocate_kv(
             for heads in layout.head_shapes
         )
 
-    return KVCache(keys=tensors(), values=tensors())
+    float32 = FLOAT32 if isinstance(layout.dtype, DType) else torch_dtype(FLOAT32)
+    kept = tuple(
+        _zeros((states.num_slots, size.num_elements(states.num_records)), float32, device)
+        for size in layout.states
+    )
+    return KVCache(tensors(), tensors(), kept)
 
 
 def _zeros(

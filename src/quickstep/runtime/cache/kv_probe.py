@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.model.interface import Model
+from quickstep.model.sizing import StateMemory
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import to_numpy
 from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.sampling_params import SamplingParams
-from quickstep.types import Admission, Phase, StepRow
+from quickstep.types import Admission, Phase, RowState, StepRow
 
 # Nats; perplexity grows by a factor of about exp of it. On the bundled model's text, int8 keys and
 # values change 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
@@ -41,26 +42,24 @@ def kv_change(model: Model, kv_dtype: str) -> float:
 def kv_of_one_sequence(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
     """A cache for one sequence, in `CacheConfig.kv_dtype`."""
     shape = model.kv_layout.stored_as(kv_dtype)
-    return allocate_kv(shape, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.device)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    return allocate_kv(shape, num_blocks, BLOCK_SIZE, model.device, StateMemory(1))
 
 
 def probed_logits(model: Model, kv_dtype: str) -> npt.NDArray[np.float32]:
-    """[T, V] of every position of the probe: a step of one row per token, as tokens are decoded.
-
-    Attention reads every key and value, a token's own included, out of the cache.
+    """[T, V] of every position of the probe. Attention reads every key and value, a token's own
+    included, out of the cache.
     """
     count = _PROBE_TOKENS
     token_ids = tuple(place * _STRIDE % model.vocab_size for place in range(count))
     kv = kv_of_one_sequence(model, count, kv_dtype)
     slot = Slot(Admission(0, "probe", token_ids, count, SamplingParams(), 0), model.vocab_size)
     slot.append_blocks(range(kv.keys[0].shape[0]))
-    rows = [
-        StepRow(0, place, 1, (token_id,), (), Phase.DECODE, True, 0)
-        for place, token_id in enumerate(token_ids)
-    ]
+    state = RowState(-1, 0) if kv.states else None
+    row = StepRow(0, 0, count, token_ids, (), Phase.PREFILL, True, 0, state=state)
     steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
-    steps.prepare(rows, [slot] * count)
-    _, logits = steps.run([(index, 0) for index in range(count)], every_token=False)
+    steps.prepare([row], [slot])
+    _, logits = steps.run([(0, num_after) for num_after in reversed(range(count))], False)
     return to_numpy(logits)
 
 

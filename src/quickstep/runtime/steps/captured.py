@@ -73,7 +73,10 @@ def record(
     if dtype is None:
         return None
     features = tuple([recorder.features(size, dtype) for size in sizes])
-    batch = ForwardBatch(recorder.token_ids, recorder.layout, of_emitting, lora, features)
+    state_rows = recorder.state_rows if kv.states else None
+    batch = ForwardBatch(
+        recorder.token_ids, recorder.layout, of_emitting, lora, features, state_rows
+    )
     try:
         recorded = model.with_ops(recorder.table(model.ops))
         if isinstance(recorded, Decoder):

@@ -26,8 +26,10 @@ from quickstep.types import StepRow
 
 Ints = npt.NDArray[np.int64]
 
-FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them
+FIELDS_PER_ROW = 10  # of `StepRowCall`, and the place of `parents` among them
 _PARENTS_FIELD = 4
+_NO_STATE = -1, 0, 0, 0
+_FIELDS_PER_SAVE = 3  # of `qs_state_save`
 
 
 class PreparedCall:
@@ -47,12 +49,14 @@ class PreparedCall:
         self._token_ids = array("q")
         self._parents = array("q")
         self._emitting = array("q")
+        self._saves = array("q")
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         fields: list[int] = []
         token_ids, parents = array("q"), array("q")
-        for row, slot in zip(rows, slots, strict=True):
+        saves: list[tuple[int, int, int]] = []
+        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             token_ids.extend(slot.input_tokens(row))
             num_blocks = slot.num_blocks
             if row.start + row.num_tokens > num_blocks * self._block_size:
@@ -64,9 +68,16 @@ class PreparedCall:
             parents.extend(row.parents)
             fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
             fields += (0, num_parents)
+            state = row.state
+            if state is None:
+                fields += _NO_STATE
+            else:
+                fields += (state.source, state.target, state.num_replayed, row.num_drafts)
+                saves += [(index, *save) for save in state.saves]
         self.adapters = adapters_of(rows, self._known)
         self._names = [row.adapter for row in rows] if self.adapters else ()
         self._rows, self._token_ids, self._parents = array("q", fields), token_ids, parents
+        self._saves = array("q", chain.from_iterable(saves))
         if parents:
             self._point_to_parents(rows)
         self.num_tokens = len(token_ids)
@@ -93,6 +104,8 @@ class PreparedCall:
         call.rows = self._rows.buffer_info()[0]
         call.token_ids = self._token_ids.buffer_info()[0]
         call.emitting = self._emitting.buffer_info()[0] if emitting else None
+        call.saves = self._saves.buffer_info()[0] if self._saves else None
+        call.num_saves = len(self._saves) // _FIELDS_PER_SAVE
         return call
 
     def arrays_of(self, emitting: Sequence[EmittingToken]) -> tuple[Ints, Ints, Ints, Ints]:

@@ -32,6 +32,7 @@ from quickstep.ops.table import (
     LoRAMapping,
     PagedLayout,
     RowLengths,
+    StateRows,
 )
 from quickstep.ops.tensors import (
     AnyTensor,
@@ -238,7 +239,25 @@ def build_batch(
         tails=tails,
         lengths=RowLengths.of(row_offsets, tails, where),
     )
-    return ForwardBatch(token_ids=tensor(packed.token_ids), layout=layout)
+    return ForwardBatch(
+        token_ids=tensor(packed.token_ids), layout=layout, state_rows=_state_rows(rows, layout)
+    )
+
+
+def _state_rows(rows: Sequence[StepRow], layout: PagedLayout) -> StateRows | None:
+    """What the rows do with states; None where there are none. Such rows are no trees."""
+    states = [row.state for row in rows if row.state is not None]
+    if not states:
+        return None
+    saves = [(index, *save) for index, state in enumerate(states) for save in state.saves]
+    return StateRows(
+        layout.row_offsets,
+        tuple([state.source for state in states]),
+        tuple([state.target for state in states]),
+        tuple([state.num_replayed for state in states]),
+        tuple([row.num_drafts for row in rows]),
+        tuple(saves),
+    )
 
 
 def lora_mapping(
@@ -358,7 +377,7 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 
 def with_torch_kv(kv: KVCache) -> KVCache:
     """The KV cache as tensors of torch over the same memory."""
-    return KVCache(tuple(map(to_torch, kv.keys)), tuple(map(to_torch, kv.values)))
+    return KVCache(*(tuple(map(to_torch, part)) for part in (kv.keys, kv.values, kv.states)))
 
 
 def _of_torch(value: Any) -> Any:

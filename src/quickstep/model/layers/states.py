@@ -1,0 +1,49 @@
+"""Mixers that keep a state of each sequence instead of something of each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quickstep.model.adapters.lora_modules import Projection
+from quickstep.model.decoder_spec import KVSize
+from quickstep.model.decoder_weights import GatedDeltaWeights, ShortConvLayerWeights
+from quickstep.model.layers.interface import LayerStep
+from quickstep.model.layers.layer_ops import LayerOps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class StateMixer:
+    """A `Mixer`: `place` is that of its states in a `KVCache`."""
+
+    def __init__(
+        self, ops: LayerOps, weights: ShortConvLayerWeights | GatedDeltaWeights, place: int
+    ) -> None:
+        self._ops = ops
+        self._weights = weights
+        self._place = place
+
+    @property
+    def kv_size(self) -> KVSize | None:
+        """Nothing of a token."""
+        return None
+
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
+        """Move the states of x's [T, hidden] rows on; return what is projected to the output."""
+        assert step.state_rows is not None, "a model with states gets the rows' slots"
+        table, weights = self._ops.table, self._weights
+        x = self._ops.linear(x, weights.in_proj, Projection.QKV, step.lora)
+        states, rows = step.kv.states[self._place], step.state_rows
+        short_conv, gated_delta = table.short_conv, table.gated_delta
+        if short_conv is None or gated_delta is None:
+            from quickstep.ops.reference import states as reference  # it computes with torch
+
+            short_conv, gated_delta = reference.short_conv, reference.gated_delta
+        if isinstance(weights, ShortConvLayerWeights):
+            return (short_conv(x, weights.conv, states, rows),)
+        return (gated_delta(x, weights.delta, states, rows),)
+
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
+        """[T, hidden] of the rows."""
+        return self._ops.linear(rows[0], self._weights.out_proj, Projection.O_PROJ, step.lora)
