@@ -15,7 +15,7 @@ from quickstep.model.spec import parse_spec
 
 SIZES = {
     "vocab_size": 1000,
-    "hidden_size": 128,
+    "hidden_size": 256,
     "intermediate_size": 96,
     "num_hidden_layers": 8,
     "num_attention_heads": 32,
@@ -41,6 +41,10 @@ def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
     }
     family = architecture.partition("For")[0] + ("Text" if architecture in text_alone else "")
     found: type[transformers.PreTrainedConfig] = getattr(transformers, f"{family}Config")

@@ -28,6 +28,7 @@ from quickstep.ops.resolve import resolve_ops
 FALLBACK_CASES = (
     Case("gpt-neox", "GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
     Case("gpt2", "GPT2", {"num_key_value_heads": None}),
+    Case("hunyuan", "HunYuanDenseV1", {"head_dim": 16}),
     Case("qwen2-moe", "Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2}),
 )
 
@@ -130,14 +131,15 @@ def whole_prompt(model: Model, prompt: list[int], kv_dtype: str) -> torch.Tensor
 
 
 def test_frequencies_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
-    case = Case("stretched", "Glm", {"head_dim": 16} | rope("dynamic", factor=2.0))
+    positions = rope("dynamic", factor=2.0, partial_rotary_factor=0.5)
+    case = Case("stretched", "GPTNeoX", {"num_key_value_heads": None} | positions)
     case.save(tmp_path)
     with pytest.raises(ConfigError, match="'dynamic'"):
         load(tmp_path)
 
 
 def test_an_architecture_without_replaceable_attention_is_refused(tmp_path: Path) -> None:
-    Case("stablelm", "StableLm").save(tmp_path)
+    Case("falcon", "Falcon").save(tmp_path)
     with pytest.raises(ConfigError, match="does not let its attention be replaced"):
         load(tmp_path)
 

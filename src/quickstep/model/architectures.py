@@ -486,7 +486,7 @@ _COHERE_NEUTRAL: Mapping[str, object] = MappingProxyType(
 )
 
 _COHERE = Architecture(
-    defaults=_defaults(**_COHERE_SIZES),
+    defaults=_defaults(**_COHERE_SIZES, rope_theta=500_000.0),
     neutral=_COHERE_NEUTRAL,
     bias_key="attention_bias",
     norm_placement=NormPlacement.PARALLEL,
