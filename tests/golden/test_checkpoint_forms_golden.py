@@ -24,8 +24,9 @@ def test_parameter_count_equals_transformers(case: Case, tmp_path: Path) -> None
     config.architectures = [f"{case.family.removesuffix('Text')}ForCausalLM"]
     model = transformers.AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
-    biases = [one for name, one in model.named_buffers() if name.endswith("_correction_bias")]
-    expected = model.num_parameters() + sum(bias.numel() for bias in biases)
+    stored = ("_correction_bias", "layer_scalar")
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(stored)]
+    expected = model.num_parameters() + sum(buffer.numel() for buffer in buffers)
     # an indexer is not read
     indexers = [one for name, one in model.named_parameters() if ".indexer." in name]
     expected -= sum(one.numel() for one in indexers)
