@@ -55,6 +55,7 @@ class MoESpec(msgspec.Struct, frozen=True):
             among (`ops.table.RoutingRule`).
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
+        shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
         with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
             the router's weights have a factor of each expert (Gemma 4).
     """
@@ -71,6 +72,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     weight_scale: float = 1.0
     shared_width: int = 0
     with_mlp: bool = False
+    shared_gate: bool = False
 
 
 class StateSize(msgspec.Struct, frozen=True):
