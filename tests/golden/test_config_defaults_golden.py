@@ -49,6 +49,8 @@ def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
         "Gemma4ForConditionalGeneration",
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
     }
     family = architecture.partition("For")[0] + ("Text" if architecture in text_alone else "")
     found: type[transformers.PreTrainedConfig] = getattr(transformers, f"{family}Config")

@@ -58,6 +58,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)
+            added += (PANEL - 1) * 2 * spec.hidden_size * spec.moe.shared_gate
     return added
 
 

@@ -41,7 +41,7 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in ("Lfm2", "Qwen3_5Text", "GraniteMoeHybrid")
+        return self.family in ("Lfm2", "Qwen3_5Text", "Qwen3_5MoeText", "GraniteMoeHybrid")
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -236,6 +236,17 @@ CASES = (
     } | rope("default")),
     Case("glm-moe-dsa", "GlmMoeDsa", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
     Case("youtu", "Youtu", LATENT | {"q_lora_rank": 32} | rope("default")),
+    Case("qwen3.5-moe", "Qwen3_5MoeText", {
+        "num_hidden_layers": 3, "head_dim": 24, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+    }, atol=3e-4),
+    Case("qwen2-moe", "Qwen2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48, "mlp_only_layers": [1],
+    }),
     Case("olmo3", "Olmo3", {
         "sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": {
             "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
@@ -270,7 +281,7 @@ CASES = (
     Case("gemma4", "Gemma4Text", {
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB,
         "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
     }),
     Case("gemma4-mixture", "Gemma4Text", {

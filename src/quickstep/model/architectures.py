@@ -477,9 +477,6 @@ _GEMMA4 = Architecture(
     naming=TensorNaming(
         router="router.proj",
         experts="experts",
-        fused_experts=True,
-        gate_above_up=True,
-        expert_parts=("gate_up_proj", "gate_up_proj", "down_proj"),
     ),
 )
 
@@ -647,13 +644,7 @@ _QWEN3_VL_MOE = replace(
         }
     ),
     experts=patterns.qwen_vl_experts,
-    naming=_wrapped(
-        TensorNaming(
-            fused_experts=True,
-            gate_above_up=True,
-            expert_parts=("gate_up_proj", "gate_up_proj", "down_proj"),
-        )
-    ),
+    naming=_wrapped(STANDARD_NAMING),
 )
 
 _OLMO3 = Architecture(
@@ -1058,6 +1049,48 @@ _KIMI_K25 = msgspec.structs.replace(
     ),
 )
 
+_QWEN2_MOE = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=16,
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        max_window_layers=28,
+        decoder_sparse_step=1,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts_per_tok=4,
+        num_experts=60,
+        qkv_bias=True,
+    ),
+    bias_key="qkv_bias",
+    output_bias=False,
+    windows=patterns.qwen2_moe_windows,
+    experts=patterns.qwen2_moe_experts,
+    sparse=patterns.qwen_sparse,
+    naming=TensorNaming(shared_expert="mlp.shared_expert"),
+)
+
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    defaults=MappingProxyType(
+        {
+            **_QWEN3_5.defaults,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        }
+    ),
+    width=patterns.expert_width,
+    experts=patterns.qwen3_5_experts,
+    sparse=patterns.all_sparse,
+    naming=replace(
+        _QWEN3_5.naming,
+        shared_expert="mlp.shared_expert",
+    ),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -1100,6 +1133,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "MinistralForCausalLM": _MINISTRAL,
         "Ministral3ForCausalLM": _MINISTRAL3,
         "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+        "Qwen2MoeForCausalLM": _QWEN2_MOE,
+        "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
         "CohereForCausalLM": _COHERE,
         "Cohere2ForCausalLM": _COHERE2,
         "NemotronForCausalLM": _NEMOTRON,
@@ -1166,6 +1202,9 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "mistral3": "Mistral3ForConditionalGeneration",
         "gemma4": "Gemma4ForConditionalGeneration",
         "gemma4_text": "Gemma4ForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
         "cohere": "CohereForCausalLM",
         "cohere2": "Cohere2ForCausalLM",
         "nemotron": "NemotronForCausalLM",

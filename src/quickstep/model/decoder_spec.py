@@ -58,6 +58,7 @@ class MoESpec(msgspec.Struct, frozen=True):
         counted_per_group: Groups are chosen by the sum of so many best experts: 1 or 2.
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
+        shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
         with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
             the router's weights have a factor of each expert (Gemma 4).
     """
@@ -75,6 +76,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     shared_width: int = 0
     counted_per_group: int = 2
     with_mlp: bool = False
+    shared_gate: bool = False
 
 
 class StateSize(msgspec.Struct, frozen=True):

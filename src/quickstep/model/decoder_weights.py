@@ -105,7 +105,8 @@ class MixtureNorms(msgspec.Struct, frozen=True):
 
 class MoEWeights(msgspec.Struct, frozen=True):
     """A mixture of experts: router hidden -> experts; what is added to the experts' shares for the
-    choice, [E] float32, and the expert of all tokens, where there are such. With an MLP that is
+    choice, [E] float32, and the expert of all tokens with its gate hidden -> 1, where there are
+    such. With an MLP that is
     added to them, its norms, and the factors of the experts' weights, [E] float32.
     """
 
@@ -116,6 +117,7 @@ class MoEWeights(msgspec.Struct, frozen=True):
     mlp: MLPWeights | None = None
     norms: MixtureNorms | None = None
     factors: AnyTensor | None = None
+    shared_gate: LinearWeight | None = None
 
 
 class LayerInputWeights(msgspec.Struct, frozen=True):

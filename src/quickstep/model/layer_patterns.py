@@ -824,3 +824,29 @@ def cohere2_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Rope
     ropes = interleaved_rope(fields, num_layers, head_size)
     windows = cohere2_windows(fields, num_layers)
     return replace(ropes, of_layer=tuple(None if window is None else 0 for window in windows))
+
+
+def qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every other of the first `max_window_layers` slides if `use_sliding_window` is set."""
+    window = fields.optional_integer("sliding_window") or None
+    window = window if fields.flag("use_sliding_window") else None
+    last = fields.optional_integer("max_window_layers") or 0
+    listed = _from_layer_types(fields, num_layers, window)
+    return listed or tuple(window if i % 2 == 0 and i < last else None for i in range(num_layers))
+
+
+def qwen2_moe_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen3's, and an expert of all tokens with a gate."""
+    width = fields.integer("shared_expert_intermediate_size")
+    return replace(qwen_experts(fields), shared_width=width, shared_gate=True)
+
+
+def qwen3_5_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen2's, always normalised."""
+    return replace(qwen2_moe_experts(fields), normalise=True)
+
+
+def expert_width(fields: ConfigFields) -> int:
+    """That of an expert: no layer has another feed-forward part."""
+    fields.optional_integer("intermediate_size")
+    return fields.integer("moe_intermediate_size")

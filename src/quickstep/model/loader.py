@@ -36,6 +36,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     bias_of,
     layer_norms,
     qkv_parts,
+    shared_gate,
 )
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
@@ -183,6 +184,7 @@ def _load_model(
             "not compute; choose --device cpu, or --kernels reference, which is slow"
         )
     weights = open_weights(checkpoint.path, spec)
+    spec = weights.spec
     check_requantization(weights, load.quantization)
 
     def report(num_bytes: int, total_bytes: int) -> None:
@@ -527,7 +529,12 @@ class _Packing:
                 self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
-        experts = MoEWeights(router, ExpertWeights(*matrices, data), selection_bias, shared)
+        packed_gate = None
+        if moe.shared_gate:  # never quantized: one output
+            of_shared = self._reader.tensor(f"{start}{shared_gate(self._spec)}")
+            packed_gate = self._ops.pack_linear(of_shared, None)
+        of_experts = ExpertWeights(*matrices, data)
+        experts = MoEWeights(router, of_experts, selection_bias, shared, shared_gate=packed_gate)
         return self._with_mlp(start, experts) if moe.with_mlp else experts
 
     def _with_mlp(self, start: str, experts: MoEWeights) -> MoEWeights:

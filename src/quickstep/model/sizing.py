@@ -24,6 +24,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     layer_tensors,
     num_parameters,
     outer_tensors,
+    shared_gate,
 )
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
@@ -178,9 +179,12 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        is_plain = len(shape) != 2 or name.endswith(
-            (f"{spec.naming.router}.weight", f"{LATENT_HEADS}.weight")
+        plain = (
+            f"{spec.naming.router}.weight",
+            f"{LATENT_HEADS}.weight",
+            shared_gate(spec),
         )
+        is_plain = len(shape) != 2 or name.endswith(plain)
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total

@@ -156,6 +156,11 @@ def _norm_names(spec: ModelSpec, sparse: bool) -> list[str]:
     return [*(name for name in names if name is not None), *of_mixture]
 
 
+def shared_gate(spec: ModelSpec) -> str:
+    """Within a layer, what `MoESpec.shared_gate` is a product with."""
+    return f"{spec.naming.shared_expert}_gate.weight"
+
+
 def qkv_parts(layer: LayerSpec) -> tuple[str, ...]:
     """The projections of queries, keys and values that a layer has."""
     if layer.kv_from is not None:
@@ -260,6 +265,8 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             yield naming.selection_bias, (*row, spec.moe.num_experts)
         if spec.moe.shared_width:
             yield from _gated(naming.shared_expert, spec.moe.shared_width, hidden)
+        if spec.moe.shared_gate:
+            yield shared_gate(spec), (1, hidden)
         for expert in range(spec.moe.num_experts):
             for name, outputs, inputs in projections:
                 module = f"{naming.experts}.{expert}.{name}"

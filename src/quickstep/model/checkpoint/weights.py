@@ -36,7 +36,7 @@ from quickstep.model.checkpoint.tensor_schema import (
 )
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
-from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
+from quickstep.model.formats.fused_experts import FusedExperts, as_stored, find_fused_experts
 from quickstep.model.quantization import MatrixFormat, common_form
 from quickstep.model.spec import read_config
 
@@ -296,13 +296,14 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
 def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     config = read_config(path)
     files = _renamed(open_checkpoint_files(path), spec.naming.renames)
+    in_files = {name: tensor.shape for name, tensor in files.tensors.items()}
+    spec = as_stored(spec, in_files)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
         shapes[names.lm_head] = (spec.vocab_size, spec.hidden_size)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, names.prefix, index))
-    in_files = {name: tensor.shape for name, tensor in files.tensors.items()}
     experts = find_fused_experts(spec, quantization_config(config), in_files)
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)

@@ -19,11 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import Shapes
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import STANDARD_NAMING, ModelSpec
 
+_ONE_BY_ONE = STANDARD_NAMING.expert_parts
+_ALL = ("gate_up_proj", "gate_up_proj", "down_proj")
 MXFP4_BLOCK = 32  # weights that share a scale
 _MXFP4_KEYS = frozenset(("quant_method", "modules_to_not_convert", "dequantize"))
 
@@ -86,6 +89,20 @@ class FusedExperts(msgspec.Struct, frozen=True):
             f"{tensor.name}_blocks": (*scales, MXFP4_BLOCK // 2),
             f"{tensor.name}_scales": scales,
         }
+
+
+def as_stored(spec: ModelSpec, shapes: Shapes) -> ModelSpec:
+    """The spec with experts under the names that the files have: one by one, or a projection of all
+    in one tensor with gate above up, as newer files have them.
+    """
+    naming = spec.naming
+    if spec.moe is None or naming.fused_experts or naming.expert_parts != _ONE_BY_ONE:
+        return spec
+    end = f".{naming.experts}.{_ALL[0]}"
+    if not any(name.endswith(end) for name in shapes):
+        return spec
+    fused = replace(naming, fused_experts=True, gate_above_up=True, expert_parts=_ALL)
+    return replace(spec, naming=fused)
 
 
 def find_fused_experts(

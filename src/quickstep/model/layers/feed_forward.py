@@ -105,7 +105,12 @@ class MixtureOfExperts:
             parts = ExpertParts(table.ranks, ops.shard.outputs(moe.intermediate_size))
         y = experts(x, routing, weights.experts, spec.activation, adapters, parts)
         y = ops.gather(y, spec.hidden_size)
-        return y if self._shared is None else y + self._shared.computed(x, None)
+        if self._shared is None:
+            return y
+        shared = self._shared.computed(x, None)
+        if weights.shared_gate is not None:
+            shared = ops.gated(shared, table.linear(x, weights.shared_gate))
+        return y + shared
 
 
 class MLPAndExperts:
