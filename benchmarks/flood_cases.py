@@ -96,6 +96,8 @@ _LORA = {
 }
 _CHAT = {"messages": _MESSAGES, "max_tokens": 4}
 _EMBEDDING = {"model": "demo", "input": _TEXT}
+_RERANK = {"query": "a", "documents": [_TEXT, "b"]}
+_PAIR = {"text_1": "a", "text_2": _TEXT}
 _REFUSED = frozenset({400})
 _NOT_THERE = frozenset({404})
 _WITH_FILE = (("file", _UPLOAD),)
@@ -106,6 +108,10 @@ _CASES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/chat/completions"): _generation(**_CHAT),
     ("POST", "/v1/completions"): _generation(prompt=_TEXT, max_tokens=4),
     ("POST", "/v1/embeddings"): Case(_EMBEDDING, (_EMBEDDING, {"input": [_TEXT] * 16})),
+    ("POST", "/v1/rerank"): Case(_RERANK, (_RERANK, {**_RERANK, "documents": [_TEXT] * 16})),
+    ("POST", "/v2/rerank"): Case(_RERANK, (_RERANK,)),
+    ("POST", "/v1/score"): Case(_PAIR, (_PAIR,)),
+    ("POST", "/v1/classify"): Case({"input": "a"}, ({"input": _TEXT},), statuses=_REFUSED),
     ("POST", "/invocations"): _generation(prompt=_TEXT, max_tokens=4),
     ("POST", "/v1/responses"): _generation(input="a", max_output_tokens=4),
     ("GET", "/v1/responses/{response_id}"): Case(

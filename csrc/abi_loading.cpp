@@ -7,6 +7,7 @@
 
 #include "quantized_layout.h"
 #include "memory.h"
+#include "scaled_rows.h"
 #include "stored_rows.h"
 
 namespace {
@@ -22,10 +23,12 @@ bool valid(const qs_stored_matrix& matrix) {
   for (int index = 0; index < matrix.num_parts; ++index) {
     const qs_file_rows& part = matrix.parts[index];
     const qs::RowKind* stored = qs::row_kind(part.kind);
-    if (stored == nullptr || matrix.k % stored->block_inputs != 0 || part.num_rows < 0) return false;
-    if (part.kind == QS_ROWS_I8 && matrix.kind != QS_ROWS_I8) return false;
-    const int64_t head = part.head_size;
-    if (head < 0 || head % 2 != 0 || (head != 0 && part.num_rows % head != 0)) return false;
+    if (stored == nullptr || part.num_rows < 0 || part.first_row < 0) return false;
+    if (qs::is_scaled(part.kind) ? !qs::valid_scaled(part, matrix.k)
+                                 : matrix.k % stored->block_inputs != 0) {
+      return false;
+    }
+    if (!qs::valid_layout(part, matrix.k)) return false;
     rows += part.num_rows;
   }
   return rows == matrix.n;
@@ -160,38 +163,48 @@ void round_piece(QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piec
   }
 }
 
-// A row's quants, scales and zeros in the form of the complete matrix, from those of its own kind: an
+// A row's quants, scales and zeros in the form of the complete matrix, from those of its own form: an
 // offset of the quants or a zero, and scales repeated for smaller groups.
-void adapt_row(const QuantizedLoad& load, const qs::RowKind& kind, const qs::QuantRow& row) {
+void adapt_row(const QuantizedLoad& load, const qs::PartForm& own, const qs::QuantRow& row) {
   const int64_t k = load.matrix.k;
-  const int own_middle = 1 << (kind.bits - 1), middle = 1 << (load.form.bits - 1);
+  const int own_middle = 1 << (own.bits - 1), middle = 1 << (load.form.bits - 1);
   if (load.form.has_zeros == 0 && middle != own_middle) {
     const uint8_t offset = static_cast<uint8_t>(middle - own_middle);
     for (int64_t i = 0; i < k; ++i) row.quants[i] = static_cast<uint8_t>(row.quants[i] + offset);
   }
-  const int64_t groups = kind.group_size == 0 ? load.num_groups : k / kind.group_size;
-  if (load.form.has_zeros != 0 && !kind.has_zeros) {
-    for (int64_t i = 0; i < groups; ++i) row.zeros[i] = static_cast<float>(own_middle);
+  if (load.form.has_zeros != 0 && !own.has_zeros) {
+    for (int64_t i = 0; i < own.num_groups; ++i) row.zeros[i] = static_cast<float>(own_middle);
   }
-  const int64_t repeats = load.num_groups / groups;
+  const int64_t repeats = load.num_groups / own.num_groups;
   for (int64_t i = load.num_groups - 1; repeats > 1 && i >= 0; --i) {
     row.scales[i] = row.scales[i / repeats];
     if (load.form.has_zeros != 0) row.zeros[i] = row.zeros[i / repeats];
   }
 }
 
-void decode_piece(const QuantizedLoad& load, const QuantizedPiece& piece, qs::RowRange rows) {
+void decode_piece(const QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piece,
+                  qs::RowRange rows) {
   const int64_t k = load.matrix.k;
-  qs::for_each_row(load.matrix, rows, piece.stored, [&](int64_t row, int kind, const uint8_t* read) {
+  const auto decode = [&](int64_t row, const qs_file_rows& part, int64_t index,
+                          const uint8_t* read) {
     float* zeros = load.form.has_zeros != 0 ? piece.zeros + row * load.num_groups : nullptr;
     const qs::QuantRow to = {piece.quants + row * k, piece.scales + row * load.num_groups, zeros};
-    qs::decode_row(kind, read, k, to);
-    adapt_row(load, *qs::row_kind(kind), to);
-  });
-  if (load.form.scales != nullptr) {
-    memcpy(piece.scales, load.form.scales + rows.first * load.num_groups,
-           rows.count * load.num_groups * sizeof(float));
-  }
+    const qs::PartForm own = qs::part_form(part, k);
+    if (part.order != nullptr) {
+      float* values = reinterpret_cast<float*>(piece.scratch);
+      qs::dequantize_scaled(part, index, read, k, {0, k}, values);
+      const int64_t group_size = own.num_groups == 1 ? 0 : k / own.num_groups;
+      load.context->kernels->quantize_weights(
+          solo, {QS_F32, own.bits, group_size != 0, 1, k, k, group_size, values, to.quants, to.scales,
+                 nullptr, nullptr});
+    } else if (qs::is_scaled(part.kind)) {
+      qs::decode_scaled(part, index, read, k, to);
+    } else {
+      qs::decode_row(part.kind, read, k, to);
+    }
+    adapt_row(load, own, to);
+  };
+  qs::for_each_row(load.matrix, rows, piece.stored, decode);
 }
 
 // False where a scale or zero needs more than the 16 bits of the layout.
@@ -227,10 +240,12 @@ bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t*
   piece.sub_scales = load.form.has_sub_scales != 0
                           ? reinterpret_cast<int8_t*>(piece.quants + rows.count * k)
                           : nullptr;
-  piece.scratch = piece.quants + rows.count * (k + load.sub_scale_bytes);
+  const uintptr_t end = reinterpret_cast<uintptr_t>(piece.quants) +
+                        rows.count * (k + load.sub_scale_bytes);
+  piece.scratch = reinterpret_cast<uint8_t*>((end + 3) / 4 * 4);  // of floats, at times
   if (load.is_quantized()) {
     if (!qs::read_rows(load.matrix, rows, piece.stored)) return false;
-    decode_piece(load, piece, rows);
+    decode_piece(load, solo, piece, rows);
   } else {
     if (!qs::convert_rows(load.matrix, rows, piece.scratch, piece.stored)) return false;
     round_piece(load, solo, piece, rows);
@@ -250,18 +265,19 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   if (!qs::valid_quantized_form(form.bits, matrix.n, matrix.k, group_size)) return false;
   const qs::RowKind& kind = *qs::row_kind(matrix.kind);
+  if (matrix.kind == QS_ROWS_E4M3) return false;
   if (form.has_sub_scales != 0 &&
       (kind.bits != 0 || group_size > qs::kSharedInputs ||
        !qs::takes_sub_scales(form.bits, matrix.k, group_size, form.has_zeros != 0))) {
     return false;
   }
   if (kind.bits == 0) return form.sample_step >= 1 && (form.group_size != 0 || !form.has_zeros);
-  if ((form.scales != nullptr) != (matrix.kind == QS_ROWS_I8)) return false;
-  for (int part = 0; part < matrix.num_parts; ++part) {
-    const qs::RowKind& own = *qs::row_kind(matrix.parts[part].kind);
-    if (own.bits == 0 || own.bits > form.bits || (own.has_zeros && form.has_zeros == 0)) return false;
-    if (own.group_size % group_size != 0) return false;
-    if (matrix.kind == QS_ROWS_I8 && matrix.parts[part].kind != QS_ROWS_I8) return false;
+  for (int index = 0; index < matrix.num_parts; ++index) {
+    const qs_file_rows& part = matrix.parts[index];
+    if (qs::row_kind(part.kind)->bits == 0) return false;
+    const qs::PartForm own = qs::part_form(part, matrix.k);
+    if (own.bits > form.bits || (own.has_zeros && form.has_zeros == 0)) return false;
+    if (matrix.k / own.num_groups % group_size != 0) return false;
   }
   return true;
 }
@@ -285,6 +301,8 @@ int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quant
     load.row_bytes = qs::stored_row_bytes(matrix.kind, matrix.k);
     per_row += qs::conversion_bytes(matrix);
   }
+  // `scratch` of a piece holds one such row, and a piece has a row at least
+  if (load.is_quantized() && qs::is_ordered(matrix)) per_row += matrix.k * 4;
   Pieces pieces(context, matrix, qs::kQuantizedPanel, load.row_bytes, per_row);
   if (!pieces.ready()) return QS_OUT_OF_MEMORY;
   const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {
@@ -318,9 +336,12 @@ int load_plain(qs_context* context, const qs_stored_matrix& matrix, qs_linear* l
 
 extern "C" {
 
-int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const void* bias,
+int qs_linear_load(qs_context* context, const qs_stored_matrix* stored, const void* bias,
                    qs_linear** out) {
-  if (!valid(*matrix) || matrix->kind > QS_ROWS_F16) return QS_INVALID;
+  if (!valid(*stored) || stored->kind > QS_ROWS_F16) return QS_INVALID;
+  const qs::OpenedMatrix opened(context->pool, *stored);
+  if (opened.status() != QS_OK) return opened.status();
+  const qs_stored_matrix* matrix = &opened.matrix();
   qs_linear* linear = new (std::nothrow) qs_linear{};
   if (linear == nullptr) return QS_OUT_OF_MEMORY;
   int status = QS_OUT_OF_MEMORY;
@@ -336,13 +357,16 @@ int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const vo
   return status;
 }
 
-int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix, qs_quantized_form* form,
+int qs_quantized_load(qs_context* context, const qs_stored_matrix* stored, qs_quantized_form* form,
                       qs_quantized** out) {
-  if (!valid(*matrix) || !valid_form(*matrix, *form)) return QS_INVALID;
+  if (!valid(*stored) || !valid_form(*stored, *form)) return QS_INVALID;
+  const qs::OpenedMatrix opened(context->pool, *stored);
+  if (opened.status() != QS_OK) return opened.status();
+  const qs_stored_matrix* matrix = &opened.matrix();
   int status = QS_OUT_OF_RANGE;
   bool half_scales = true;
   for (int part = 0; part < matrix->num_parts; ++part) {
-    if (qs::row_kind(matrix->parts[part].kind)->wide_scales) half_scales = false;
+    if (qs::part_form(matrix->parts[part], matrix->k).wide_scales) half_scales = false;
   }
   while (status == QS_OUT_OF_RANGE) {
     qs_quantized* linear = new (std::nothrow) qs_quantized{};

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 15
+#define QS_ABI_VERSION 17
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -110,13 +110,14 @@ QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, in
                              const int64_t* ids, int64_t num_tokens, void* out);
 
 // A matrix [n, k] as files hold it, its parts one below another, each of a kind of its own. Kinds
-// after QS_ROWS_F16 hold quants already: signed bytes about 0 (with scales of the caller's), and
-// blocks of ggml. A matrix of floating point has `kind`, and its parts are converted to it.
+// after QS_ROWS_F16 hold quants already: blocks of ggml, and quants whose scales are in other
+// tensors, which the caller has read. A matrix of floating point has `kind`, and its parts are
+// converted to it.
 enum qs_rows_kind {
   QS_ROWS_F32 = 0,
   QS_ROWS_BF16 = 1,
   QS_ROWS_F16 = 2,
-  QS_ROWS_I8 = 3,
+  QS_ROWS_I8 = 3,  // signed bytes about 0; scales are the caller's
   QS_ROWS_Q4_0 = 4,
   QS_ROWS_Q8_0 = 5,
   QS_ROWS_Q4_K = 6,
@@ -133,12 +134,37 @@ enum qs_rows_kind {
   QS_ROWS_TQ2_0 = 17,
   QS_ROWS_MXFP4 = 18,
 };
+// Kinds whose scales are in other tensors, next to QS_ROWS_I8.
+enum qs_scaled_kind {
+  QS_ROWS_U8 = 64,           // bytes, in 32-bit words of 4 inputs
+  QS_ROWS_I4 = 65,           // signed bytes from -8 to 7
+  QS_ROWS_U4 = 66,           // half bytes, the low half first, in 32-bit words of 8 inputs
+  QS_ROWS_LEVELS = 67,       // half bytes, the low half first, each one of 16 quants of 8 bits
+  QS_ROWS_LEVELS_HIGH = 68,  // the same, the high half first
+  QS_ROWS_E4M3 = 69,         // numbers in e4m3; of a matrix of floating point only
+};
+// Where a tensor has the elements of a row.
+enum qs_rows_layout {
+  QS_LAYOUT_ROWS = 0,     // one after another
+  QS_LAYOUT_COLUMNS = 1,  // at the same place in each row of the tensor: words of quants, or numbers
+  QS_LAYOUT_AWQ = 2,      // half bytes, 8 rows in each word in the order 0 2 4 6 1 3 5 7
+};
 typedef struct qs_file_rows {
   int32_t fd;
   int16_t kind;
-  int16_t head_size;        // of heads whose rows the file has as 0, head_size / 2, 1, ...; else 0
-  int64_t offset;           // of the first row's first byte
+  int16_t layout;
+  int64_t offset;             // of the tensor's first byte
+  int64_t first_row;          // of the tensor's rows, in the order of the result
   int64_t num_rows;
+  int64_t stored_rows;        // of the tensor; 0 for QS_LAYOUT_ROWS
+  int64_t head_size;          // of heads whose rows the file has as 0, head_size / 2, 1, ...; else 0
+  int64_t num_groups;         // of a row, where scales are in other tensors; else 0 and null
+  const float* scales;        // [num_rows, num_groups]
+  const float* zeros;         // the same; null for the middle
+  const int32_t* order;       // [k] the group of each input, null for groups in a row; such rows are
+                              // rounded again to 8 bits, in groups of 32 where these divide k
+  const uint8_t* levels;      // [16] of QS_ROWS_LEVELS
+  const uint8_t* content;     // the library's own; null
 } qs_file_rows;
 typedef struct qs_stored_matrix {
   int32_t kind;
@@ -153,7 +179,6 @@ typedef struct qs_quantized_form {
   int16_t has_zeros;
   int16_t has_sub_scales;  // as for qs_quantize; of no kind of quants
   int64_t group_size;       // 0 for one scale per row
-  const float* scales;      // of QS_ROWS_I8, [n, k / group_size]; else null
   const float* bias;        // [n], or null
   int64_t sample_step;      // every so many rows, what rounding changed is measured
   double exact, wrong;      // results: sums of squares of the sampled weights and of their errors
@@ -189,7 +214,7 @@ QS_API int qs_gated_activation(qs_context* context, int dtype, int activation, c
                                int64_t num_tokens, int64_t n, void* out);
 
 // Writes k and v [T, K, D] of `dtype` to the rows `slots` [T] of caches of `kv_dtype` (a qs_dtype
-// or QS_I8), each value rounded once.
+// or QS_I8), each value rounded once. v and v_cache may be null.
 typedef struct qs_kv_write {
   int32_t dtype;
   int32_t kv_dtype;
@@ -220,13 +245,15 @@ typedef struct qs_kv_move {
 
 QS_API int qs_move_kv(const qs_kv_move* call);
 
+// Heads have up to QS_MAX_HEAD_SIZE elements.
+#define QS_MAX_HEAD_SIZE 576
 typedef struct qs_attention {
   int32_t dtype;
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t kv_dtype;         // a qs_dtype or QS_I8
-  int32_t unused;
+  int32_t value_size;       // with v_cache null, so many first elements of a key are its value
   int64_t q_stride;         // between tokens
   int64_t num_rows;         // R
   int64_t block_size;
@@ -246,7 +273,7 @@ typedef struct qs_attention {
   const int64_t* tail_offsets;  // [R + 1]
   const int64_t* tail_slots;
   const float* sinks;           // [H], a logit of each head's softmax without a value; null: none
-  void* out;                    // [T, H, D]
+  void* out;                    // [T, H, D], or value_size in place of D
   void* scratch;                // qs_attention_scratch_bytes(...) bytes, or null when that is 0
 } qs_attention;
 
@@ -329,6 +356,7 @@ typedef struct qs_route_call {
   int64_t per_token;    // A
   int64_t num_groups;   // of E / num_groups experts each
   int64_t groups_per_token;
+  int64_t counted_per_group;  // so many best experts are added to choose groups: 1 or 2
   int64_t sigmoid;
   double scale;
   const void* scores;   // [T, E]
@@ -439,6 +467,67 @@ typedef struct qs_delta_call {
 } qs_delta_call;
 
 QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
+// Attention over latents (docs/design/0075). A product of each head by itself: out[h] [T, n] =
+// x[h] [T, k] * weight[h]^T, in the dtype of the weight, whose heads have complete panels (outputs up
+// to the next multiple of 16). Elements k to k + 2 half of x[h] are turned as by qs_rotary, and
+// follow the outputs.
+typedef struct qs_head_linear_call {
+  int64_t num_heads;
+  int64_t n;
+  int64_t num_tokens;
+  int64_t x_stride;         // between tokens
+  int64_t x_head_stride;
+  const void* x;
+  const float* cos;         // [T, half]
+  const float* sin;
+  int64_t half;             // 0: nothing is turned
+  int64_t interleaved;
+  void* out;                // [T, H, n + 2 half]
+} qs_head_linear_call;
+QS_API int qs_head_linear_run(qs_context* context, const qs_linear* linear,
+                              const qs_head_linear_call* call);
+
+// out [T, size + 2 half]: the norm of x's first elements, and the others turned.
+typedef struct qs_latent_keys_call {
+  int32_t dtype;
+  int32_t interleaved;
+  int64_t num_tokens;
+  int64_t size;
+  int64_t x_stride;
+  const void* x;
+  const void* weight;       // [size]
+  double eps;
+  const float* cos;         // [T, half]
+  const float* sin;
+  int64_t half;
+  void* out;
+} qs_latent_keys_call;
+QS_API int qs_latent_keys(qs_context* context, const qs_latent_keys_call* call);
+
+// Mamba-2. x is gates z [heads, P], the convolution's inputs (values [heads, P], keys B and queries C
+// [groups, N]) and time steps [heads]. The inputs go through a convolution and SiLU. With
+// t = softplus(step + bias), within limits, S [N, P] of a head becomes exp(rate * t) S + B (t value)';
+// its output S'C + skip * value is multiplied by silu(z) and, where there is a norm, normed over
+// the heads of a group. Heads share groups in order. A record is the convolution's inputs and steps.
+typedef struct qs_mamba_call {
+  int32_t dtype;
+  int32_t width;
+  int64_t num_heads, num_groups, head_size, state_size;
+  int64_t x_stride;
+  float eps;
+  float least_step, most_step;
+  const void* x;
+  const float* taps;           // [width, channels]
+  const float* conv_bias;      // [channels], or null
+  const float* rates;          // [heads], negative
+  const float* biases;         // [heads]
+  const float* skips;          // [heads]
+  const float* norm;           // [heads * P], or null
+  qs_state_rows rows;
+  void* out;                   // [T, heads * P]
+} qs_mamba_call;
+
+QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 
 // A captured step: the calls of a model's forward pass, recorded once, run as one call.
 //
@@ -453,11 +542,12 @@ QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 //   ROTARY     in x, cos, sin             out y                size: heads, head size, half;
 //                                                              stride[0]; option: interleaved
 //   GATED      in gate_up                 out y                size: n; option: qs_activation
-//   WRITE_KV   in k, v                    out k, v cache       size: kv heads, head size, slots;
+//   WRITE_KV   in k, v or null            out k, v cache       size: kv heads, head size, slots;
 //                                                              stride: of k and v;
 //                                                              option: dtype of the caches
-//   ATTENTION  in q, k cache, v cache,    out y                size: heads, kv heads, head size,
-//              sinks or null                                   blocks, window; stride[0] of q;
+//   ATTENTION  in q, k cache, v cache or  out y                size: heads, kv heads, head size,
+//              null, sinks or null                             blocks, window; stride[0] of q,
+//                                                              stride[1]: value size;
 //                                                              scalar: scale, softcap;
 //                                                              option: dtype of the caches;
 //                                                              over emitting rows, q is of their
@@ -473,8 +563,8 @@ QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 //   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x;
 //                                                              option: x are token ids
 //   ROUTE      in scores, bias or null    out chosen, weights  size: E, A, groups, of a token,
-//                                                              sigmoid; scalar: scale;
-//                                                              option: normalise
+//                                                              sigmoid; scalar: scale, counted
+//                                                              per group; option: normalise
 //   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
 //              qs_experts, qs_group or                         adapters, first column;
 //              null                                            stride[0] of x;
@@ -487,6 +577,13 @@ QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 //              norm                                            floats of a slot, key size + 2^32
 //                                                              value size; stride[0] of x;
 //                                                              scalar: eps; option: width
+//   MAMBA      in x, qs_mamba_call with   out y, states        size: slots, floats of a slot
+//              what is fixed
+//   HEAD_LINEAR  in x, qs_linear, cos,    out y                size: heads, n, half; stride: of
+//              sin                                             tokens and heads of x;
+//                                                              option: interleaved
+//   LATENT_KEYS  in x, weight, cos, sin   out y                size: size, half; stride[0] of x;
+//                                                              scalar: eps; option: interleaved
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -511,6 +608,9 @@ enum qs_op_kind {
   QS_OP_GATE = 20,
   QS_OP_SHORT_CONV = 21,
   QS_OP_DELTA = 22,
+  QS_OP_MAMBA = 23,
+  QS_OP_HEAD_LINEAR = 24,
+  QS_OP_LATENT_KEYS = 25,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

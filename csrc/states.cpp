@@ -84,4 +84,25 @@ int qs_delta(qs_context* context, const qs_delta_call* call) {
   return QS_OK;
 }
 
+int qs_mamba(qs_context* context, const qs_mamba_call* call) {
+  if (call->dtype < QS_F32 || call->dtype > QS_F16) return QS_INVALID;
+  if (call->width < 1 || call->width > qs::kMaxConvWidth) return QS_INVALID;
+  if (call->head_size < 1 || call->head_size > qs::kMaxDeltaSize) return QS_INVALID;
+  if (call->state_size < 1 || call->state_size > qs::kMaxDeltaSize) return QS_INVALID;
+  const int64_t heads = call->num_heads, groups = call->num_groups;
+  if (groups < 1 || heads % groups != 0) return QS_INVALID;
+  const int64_t values = heads * call->head_size, matrix = values * call->state_size;
+  const int64_t channels = values + 2 * groups * call->state_size;
+  const int64_t num_state = (call->width - 1) * channels + matrix;
+  if (!valid_rows(call->rows, num_state, channels + heads)) return QS_INVALID;
+  const int64_t num_tokens = call->rows.row_offsets[call->rows.num_rows];
+  const int64_t num_spare = has_drafts(call->rows) ? call->rows.num_rows * matrix : 0;
+  float* mixed = static_cast<float*>(malloc((num_tokens * values + num_spare) * sizeof(float)));
+  if (mixed == nullptr) return QS_OUT_OF_MEMORY;
+  float* spare = num_spare > 0 ? mixed + num_tokens * values : nullptr;
+  context->kernels->mamba(context->pool, *call, mixed, spare);
+  free(mixed);
+  return QS_OK;
+}
+
 }  // extern "C"

@@ -3,6 +3,8 @@
 
 #include "stored_rows.h"
 
+#include "scaled_rows.h"
+
 #include <errno.h>
 #include <unistd.h>
 
@@ -18,7 +20,7 @@ constexpr RowKind kKinds[] = {
     {0, 0, false, 1, 4, false},             // F32
     {0, 0, false, 1, 2, false},             // BF16
     {0, 0, false, 1, 2, false},             // F16
-    {8, 0, false, 1, 1, false},             // I8
+    {8, 0, false, 1, 1, false},             // I8, as scaled_rows.h has it
     {4, kSmall, false, kSmall, 18, false},  // Q4_0
     {8, kSmall, false, kSmall, 34, false},  // Q8_0
     {4, 32, true, kSuper, 144, true},       // Q4_K
@@ -240,28 +242,19 @@ constexpr Decode kDecode[kNumKinds] = {
     q5_0,    q5_1,    q2_k,    q3_k,    iq4_nl, iq4_xs, tq1_0, tq2_0, mxfp4,
 };
 
-bool read_all(int fd, uint8_t* out, int64_t size, int64_t offset) {
-  while (size > 0) {
-    const ssize_t count = pread(fd, out, size, offset);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
-    out += count;
-    size -= count;
-    offset += count;
-  }
-  return true;
-}
-
 // Rows of one part; where heads are stored in pairs, the first halves come first again.
 bool read_part(const qs_file_rows& part, int64_t row_bytes, RowRange rows, uint8_t* out) {
-  if (part.head_size == 0) {
-    return read_all(part.fd, out, rows.count * row_bytes, part.offset + rows.first * row_bytes);
+  if (part.layout != QS_LAYOUT_ROWS) {
+    gather_rows(part, row_bytes, rows, out);
+    return true;
   }
-  const int64_t size = part.head_size, half = size / 2;
+  if (part.head_size == 0) {
+    const int64_t first = part.first_row + rows.first;
+    return read_all(part.fd, out, rows.count * row_bytes, part.offset + first * row_bytes);
+  }
   for (int64_t row = rows.first; row < rows.first + rows.count; ++row, out += row_bytes) {
-    const int64_t within = row % size;
-    const int64_t stored = row - within + within % half * 2 + within / half;
-    if (!read_all(part.fd, out, row_bytes, part.offset + stored * row_bytes)) return false;
+    const int64_t offset = part.offset + stored_row(part, row) * row_bytes;
+    if (!read_all(part.fd, out, row_bytes, offset)) return false;
   }
   return true;
 }
@@ -302,8 +295,22 @@ void store(float value, int kind, int64_t index, uint8_t* row) {
   memcpy(row + index * 2, &half, sizeof(half));
 }
 
-// One row as floating point of the kind `to`.
-void convert_row(int kind, const uint8_t* row, int64_t k, int to, uint8_t* out) {
+// A row whose scales are in other tensors, some inputs at a time.
+void convert_scaled_row(const qs_file_rows& part, int64_t index, const uint8_t* row, int64_t k,
+                        int to, uint8_t* out) {
+  float values[kSuper];
+  for (int64_t first = 0; first < k; first += kSuper) {
+    const int64_t count = k - first < kSuper ? k - first : kSuper;
+    dequantize_scaled(part, index, row, k, {first, count}, values);
+    for (int64_t i = 0; i < count; ++i) store(values[i], to, first + i, out);
+  }
+}
+
+// One row, of `index` in its part, as floating point of the kind `to`.
+void convert_row(const qs_file_rows& part, int64_t index, const uint8_t* row, int64_t k, int to,
+                 uint8_t* out) {
+  const int kind = part.kind;
+  if (is_scaled(kind)) return convert_scaled_row(part, index, row, k, to, out);
   const RowKind& form = kKinds[kind];
   if (form.bits == 0) {
     for (int64_t i = 0; i < k; ++i) store(stored_value(kind, row, i), to, i, out);
@@ -324,6 +331,25 @@ void convert_row(int kind, const uint8_t* row, int64_t k, int to, uint8_t* out) 
 }
 
 }  // namespace
+
+bool read_all(int fd, uint8_t* out, int64_t size, int64_t offset) {
+  while (size > 0) {
+    const ssize_t count = pread(fd, out, size, offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    out += count;
+    size -= count;
+    offset += count;
+  }
+  return true;
+}
+
+int64_t stored_row(const qs_file_rows& part, int64_t row) {
+  row += part.first_row;
+  if (part.head_size == 0) return row;
+  const int64_t half = part.head_size / 2, within = row % part.head_size;
+  return row - within + within % half * 2 + within / half;
+}
 
 float half_to_float(uint16_t half) {
   const uint32_t magnitude = half & 0x7fff;
@@ -351,11 +377,13 @@ float stored_value(int kind, const uint8_t* row, int64_t index) {
 }
 
 const RowKind* row_kind(int kind) {
+  if (is_scaled(kind)) return scaled_kind(kind);
   return kind >= 0 && kind < kNumKinds ? &kKinds[kind] : nullptr;
 }
 
 int64_t stored_row_bytes(int kind, int64_t k) {
-  return k / kKinds[kind].block_inputs * kKinds[kind].block_bytes;
+  const RowKind& form = *row_kind(kind);
+  return (k + form.block_inputs - 1) / form.block_inputs * form.block_bytes;
 }
 
 int64_t longest_row_bytes(const qs_stored_matrix& matrix) {
@@ -400,22 +428,19 @@ bool convert_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* scratc
   if (!is_converted(matrix)) return read_rows(matrix, rows, out);
   if (!read_rows(matrix, rows, scratch)) return false;
   const int64_t row_bytes = stored_row_bytes(matrix.kind, matrix.k);
-  for_each_row(matrix, rows, scratch, [&](int64_t row, int kind, const uint8_t* read) {
-    uint8_t* to = out + row * row_bytes;
-    if (kind == matrix.kind) {
-      memcpy(to, read, row_bytes);
-    } else {
-      convert_row(kind, read, matrix.k, matrix.kind, to);
-    }
-  });
+  for_each_row(matrix, rows, scratch,
+               [&](int64_t row, const qs_file_rows& part, int64_t index, const uint8_t* read) {
+                 uint8_t* to = out + row * row_bytes;
+                 if (part.kind == matrix.kind) {
+                   memcpy(to, read, row_bytes);
+                 } else {
+                   convert_row(part, index, read, matrix.k, matrix.kind, to);
+                 }
+               });
   return true;
 }
 
 void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out) {
-  if (kind == QS_ROWS_I8) {
-    for (int64_t i = 0; i < k; ++i) out.quants[i] = row[i] ^ 128;
-    return;
-  }
   const RowKind& form = kKinds[kind];
   const int64_t groups = form.block_inputs / form.group_size;
   for (int64_t block = 0; block < k / form.block_inputs; ++block) {

@@ -54,7 +54,7 @@ bool read_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* out);
 // Reads the same rows as floating point of the matrix's kind; `scratch` only where is_converted.
 bool convert_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* scratch, uint8_t* out);
 
-// Calls fn(row, kind, bytes) for rows that read_rows has read; `row` counts from 0.
+// Calls fn(row, part, row of the part, bytes) for rows that read_rows has read; `row` counts from 0.
 template <typename Fn>
 void for_each_row(const qs_stored_matrix& matrix, RowRange rows, const uint8_t* read,
                   const Fn& fn) {
@@ -63,14 +63,18 @@ void for_each_row(const qs_stored_matrix& matrix, RowRange rows, const uint8_t* 
     const qs_file_rows& stored = matrix.parts[part];
     const int64_t row_bytes = stored_row_bytes(stored.kind, matrix.k);
     for (; first < stored.num_rows && row < rows.count; ++first, ++row, read += row_bytes) {
-      fn(row, stored.kind, read);
+      fn(row, stored, first, read);
     }
     first -= stored.num_rows;
     if (first < 0) first = 0;
   }
 }
 
-// One row of a kind of quants; scales of QS_ROWS_I8 are not among its bytes and stay as they are.
+// One row of blocks.
 void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out);
+// Reads `size` bytes; false if the file lacks them.
+bool read_all(int fd, uint8_t* out, int64_t size, int64_t offset);
+// The tensor's row that is row `row` of the result.
+int64_t stored_row(const qs_file_rows& part, int64_t row);
 
 }  // namespace qs

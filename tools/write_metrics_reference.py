@@ -36,8 +36,13 @@ def families(prefix: str = "quickstep") -> list[Any]:
     from quickstep.core.accounting import AdapterStats, KVTierStats
     from quickstep.engine.stats import EngineStats, ReplicaStats
     from quickstep.server.fallback.chain import Fallback
-    from quickstep.server.operate.metrics import ModelMetrics, fallback_family
-    from quickstep.server.options import MetricsOptions
+    from quickstep.server.kept_streams.kept_stream import KeptStreams
+    from quickstep.server.operate.metrics import (
+        ModelMetrics,
+        fallback_family,
+        kept_stream_families,
+    )
+    from quickstep.server.options import KeptStreamOptions, MetricsOptions
 
     class EngineWithAdapters(FakeEngine):
         def stats(self) -> EngineStats:
@@ -50,7 +55,8 @@ def families(prefix: str = "quickstep") -> list[Any]:
     options = MetricsOptions(prefix=prefix, goodput_ms={"ttft": 1.0})
     metrics = ModelMetrics(EngineWithAdapters(), "model", options)
     fallbacks = fallback_family(prefix, {Fallback("a", "model=b", "overload"): 1})
-    families = [*metrics.registry.collect(), fallbacks]
+    kept = kept_stream_families(prefix, KeptStreams(KeptStreamOptions()))
+    families = [*metrics.registry.collect(), fallbacks, *kept]
     return sorted(families, key=lambda family: family.name)
 
 
@@ -62,6 +68,7 @@ def lines() -> Iterator[str]:
         more = labels - USUAL_LABELS
         shown = ", ".join(sorted(more if labels > USUAL_LABELS else labels))
         shown = f"`{shown.replace(', ', '`, `')}`" if labels != USUAL_LABELS else ""
+        shown = shown if labels else "none"
         yield f"| `{name}` | {family.type} | {shown} | {family.documentation} |"
 
 

@@ -120,6 +120,16 @@ struct RotaryArgs {
   void* out;
 };
 
+// A linear of each head, as qs_head_linear_run has it; `packed` is of all heads.
+struct HeadLinearArgs {
+  const PackedLinear* packed;
+  const qs_head_linear_call* call;
+
+  int64_t out_head_stride() const { return call->n + 2 * call->half; }
+  int64_t out_stride() const { return call->num_heads * out_head_stride(); }
+  int64_t panels() const { return (call->n + kPanel - 1) / kPanel; }
+};
+
 struct GatedArgs {
   int dtype;
   int activation;
@@ -176,6 +186,8 @@ struct Kernels {
   const char* name;
   void (*pack_linear)(Pool* pool, const PackArgs& args);
   void (*linear)(Pool* pool, const LinearArgs& args);
+  void (*head_linear)(Pool* pool, const HeadLinearArgs& args);
+  void (*latent_keys)(Pool* pool, const qs_latent_keys_call& call);
   // The activations of a linear's outputs, which are gates and as many ups, with the bits of both
   // computed one after the other. False, and nothing is computed, where that is not faster.
   bool (*gated_linear)(Pool* pool, const LinearArgs& args, int activation);
@@ -194,6 +206,8 @@ struct Kernels {
   void (*short_conv)(Pool* pool, const qs_short_conv_call& call);
   // `spare`: as many floats as the states of the rows, or null without drafts
   void (*delta)(Pool* pool, const qs_delta_call& call, float* spare);
+  // `mixed`: [T, heads * P] of the step; `spare` as for delta
+  void (*mamba)(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);

@@ -176,8 +176,9 @@ double softplus64(double x) {  // log(1 + exp(x))
   return x < 0.0 ? tail : x + tail;
 }
 
-// Columns of S through the tokens of a block; `n` lanes of the last of the kVectors are used.
-template <int64_t kVectors>
+// Columns of S through the tokens of a block; `n` lanes of the last of the kVectors are used. With
+// kCorrects, a token adds only what S does not find for its key already (Gated DeltaNet).
+template <int64_t kVectors, bool kCorrects>
 QS_INLINE void fold_columns(const DeltaBlock& block, ValueBlock& values, int64_t key_size,
                             int64_t value_size, int64_t column, float* state) {
   const int64_t n = value_size - column - (kVectors - 1) * W;
@@ -192,7 +193,7 @@ QS_INLINE void fold_columns(const DeltaBlock& block, ValueBlock& values, int64_t
     }
   };
   vf found[kVectors] = {};  // S'k of the token
-  for (int64_t k = 0; k < key_size; ++k) {
+  for (int64_t k = 0; kCorrects && k < key_size; ++k) {
     const vf key = set1(block.key[0][k]);
 #pragma GCC unroll 4
     for (int64_t v = 0; v < kVectors; ++v) {
@@ -206,7 +207,7 @@ QS_INLINE void fold_columns(const DeltaBlock& block, ValueBlock& values, int64_t
 #pragma GCC unroll 4
     for (int64_t v = 0; v < kVectors; ++v) {
       const vf value = get(values.value[token] + column, v);
-      change[v] = strength * (value - decay * found[v]);
+      change[v] = strength * (kCorrects ? value - decay * found[v] : value);
     }
     for (int64_t k = 0; k < key_size; ++k) {
       const vf key = set1(block.key[token][k]), query = set1(block.query[token][k]);
@@ -217,7 +218,7 @@ QS_INLINE void fold_columns(const DeltaBlock& block, ValueBlock& values, int64_t
         const vf s = fma(key, change[v], decay * get(row, v));
         put(row, v, s);
         out[v] = fma(s, query, out[v]);
-        next[v] = fma(s, after, next[v]);
+        if (kCorrects) next[v] = fma(s, after, next[v]);
       }
     }
 #pragma GCC unroll 4
@@ -228,14 +229,15 @@ QS_INLINE void fold_columns(const DeltaBlock& block, ValueBlock& values, int64_t
   }
 }
 
+template <bool kCorrects>
 void fold(const DeltaBlock& block, ValueBlock& values, int64_t key_size, int64_t value_size,
           float* state) {
   int64_t column = 0;
   for (; value_size - column >= kTileVectors * W; column += kTileVectors * W) {
-    fold_columns<kTileVectors>(block, values, key_size, value_size, column, state);
+    fold_columns<kTileVectors, kCorrects>(block, values, key_size, value_size, column, state);
   }
   for (; column < value_size; column += W) {
-    fold_columns<1>(block, values, key_size, value_size, column, state);
+    fold_columns<1, kCorrects>(block, values, key_size, value_size, column, state);
   }
 }
 
@@ -414,7 +416,7 @@ struct DeltaHead {
   void advance(int64_t begin, int64_t end, const StateOf& state) {
     prepare(begin, end);
     for (int64_t i = 0; i < group; ++i) {
-      fold(block, values[i], call.key_size, call.value_size, state(i));
+      fold<true>(block, values[i], call.key_size, call.value_size, state(i));
       for (int64_t token = max_of(begin, run.num_replayed); token < end; ++token) {
         emit(token, i, values[i].out[token - begin]);
       }
@@ -468,7 +470,267 @@ struct DeltaHead {
   }
 };
 
+// -- Mamba-2 --------------------------------------------------------------------------------------
+
+// Where things are in the inputs and the slots.
+struct MambaSizes {
+  int64_t num_taps, num_values, num_keys, num_channels, num_matrix, num_record;
+
+  explicit MambaSizes(const qs_mamba_call& call) {
+    num_taps = call.width - 1;
+    num_values = call.num_heads * call.head_size;
+    num_keys = call.num_groups * call.state_size;
+    num_channels = num_values + 2 * num_keys;
+    num_matrix = num_values * call.state_size;
+    num_record = num_channels + call.num_heads;
+  }
+
+  // Of a token that was a draft in the slot.
+  float* record(float* slot, int64_t index) const {
+    return slot + num_taps * num_channels + num_matrix + index * num_record;
+  }
+};
+
+// A head of a row. It reads the convolution's inputs, and leaves them to MambaInputs.
+template <typename T>
+struct MambaHead {
+  const qs_mamba_call& call;
+  RowRun run;
+  MambaSizes sizes;
+  int64_t head, group;
+  float window[kMaxConvWidth][3 * kMaxDeltaSize];  // value, key, query, the oldest token first
+  DeltaBlock block;
+  ValueBlock values;
+
+  MambaHead(const qs_mamba_call& of, int64_t row, int64_t of_head)
+      : call(of), run(of.rows, row), sizes(of), head(of_head) {
+    group = head / (call.num_heads / call.num_groups);
+  }
+
+  const T* input(int64_t token) const {
+    return static_cast<const T*>(call.x) + (run.first_token + token) * call.x_stride;
+  }
+
+  float* matrix(float* slot) const {
+    return slot + sizes.num_taps * sizes.num_channels + head * call.head_size * call.state_size;
+  }
+
+  // Calls fn(channel, place in a row of the window, count) for its own.
+  template <typename Fn>
+  void each_part(const Fn& fn) const {
+    const int64_t p = call.head_size, n = call.state_size;
+    fn(head * p, 0, p);
+    fn(sizes.num_values + group * n, p, n);
+    fn(sizes.num_values + sizes.num_keys + group * n, p + n, n);
+  }
+
+  void read_taps() {
+    for (int64_t tap = 0; tap < sizes.num_taps; ++tap) {
+      each_part([&](int64_t channel, int64_t at, int64_t count) {
+        const float* before =
+            run.source == nullptr ? nullptr : run.source + tap * sizes.num_channels + channel;
+        copy(window[tap] + at, before, count);
+      });
+    }
+  }
+
+  void push(int64_t token) {
+    float* newest = window[sizes.num_taps];
+    each_part([&](int64_t channel, int64_t at, int64_t count) {
+      if (token < run.num_replayed) {
+        const float* recorded = sizes.record(const_cast<float*>(run.source), token);
+        memcpy(newest + at, recorded + channel, count * sizeof(float));
+        return;
+      }
+      const T* x = input(token) + sizes.num_values + channel;
+      for (int64_t i = 0; i < count; i += W) {
+        store_up_to(newest + at + i, load_up_to(x + i, count - i), count - i);
+      }
+    });
+  }
+
+  float step_of(int64_t token) const {
+    if (token < run.num_replayed) {
+      return sizes.record(const_cast<float*>(run.source), token)[sizes.num_channels + head];
+    }
+    return load_n(input(token) + sizes.num_values + sizes.num_channels + head, 1)[0];
+  }
+
+  void convolve(int64_t channel, int64_t at, int64_t count, float* out) const {
+    for (int64_t i = 0; i < count; i += W) {
+      const int64_t n = count - i;
+      vf sum = call.conv_bias == nullptr ? vf{} : load_up_to(call.conv_bias + channel + i, n);
+      for (int64_t tap = 0; tap < call.width; ++tap) {
+        const float* weights = call.taps + tap * sizes.num_channels + channel;
+        sum = fma(load_up_to(weights + i, n), load_up_to(window[tap] + at + i, n), sum);
+      }
+      store_up_to(out + i, Silu::apply(sum), n);
+    }
+  }
+
+  void prepare(int64_t begin, int64_t end) {
+    const int64_t p = call.head_size, n = call.state_size;
+    block.count = end - begin;
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t place = token - begin;
+      push(token);
+      convolve(head * p, 0, p, values.value[place]);
+      convolve(sizes.num_values + group * n, p, n, block.key[place]);
+      convolve(sizes.num_values + sizes.num_keys + group * n, p + n, n, block.query[place]);
+      const double step = softplus64(static_cast<double>(step_of(token) + call.biases[head]));
+      const double least = call.least_step, most = call.most_step;
+      const double bounded = step < least ? least : step > most ? most : step;
+      values.strength[place] = static_cast<float>(bounded);
+      values.decay[place] = static_cast<float>(exp64_nonpositive(call.rates[head] * bounded));
+      for (int64_t tap = 0; tap < sizes.num_taps; ++tap) {
+        memcpy(window[tap], window[tap + 1], (p + 2 * n) * sizeof(float));
+      }
+    }
+  }
+
+  void emit(int64_t token, int64_t place, float* mixed) const {
+    const int64_t p = call.head_size;
+    const T* z = input(token) + head * p;
+    float* out = mixed + (run.first_token + token) * sizes.num_values + head * p;
+    const vf skip = set1(call.skips[head]);
+    for (int64_t i = 0; i < p; i += W) {
+      const int64_t n = p - i;
+      const vf value = load_up_to(values.value[place] + i, n);
+      const vf found = fma(skip, value, load_up_to(values.out[place] + i, n));
+      store_up_to(out + i, found * Silu::apply(load_up_to(z + i, n)), n);
+    }
+  }
+
+  void advance(int64_t begin, int64_t end, float* state, float* mixed) {
+    prepare(begin, end);
+    fold<false>(block, values, call.state_size, call.head_size, state);
+    for (int64_t token = max_of(begin, run.num_replayed); token < end; ++token) {
+      emit(token, token - begin, mixed);
+    }
+  }
+
+  void compute(float* mixed, float* spare) {
+    const int64_t size = call.head_size * call.state_size;
+    const float* before = run.source == nullptr ? nullptr : matrix(const_cast<float*>(run.source));
+    copy(matrix(run.target), before, size);
+    read_taps();
+    for (int64_t begin = 0; begin < run.num_certain;) {
+      const int64_t end = run.end_of(begin, kBlockTokens);
+      advance(begin, end, matrix(run.target), mixed);
+      run.each_save(end, [&](float* slot) { copy(matrix(slot), matrix(run.target), size); });
+      begin = end;
+    }
+    if (run.num_certain == run.num_tokens) return;
+    copy(spare, matrix(run.target), size);
+    for (int64_t begin = run.num_certain; begin < run.num_tokens; begin += kBlockTokens) {
+      advance(begin, min_of(run.num_tokens, begin + kBlockTokens), spare, mixed);
+    }
+  }
+};
+
+// Inputs of the convolution that rows leave in slots, and records of drafts: some numbers of a
+// record, once all heads have read what was there.
+template <typename T>
+struct MambaInputs {
+  const qs_mamba_call& call;
+  RowRun run;
+  MambaSizes sizes;
+  int64_t first, count;
+  float before[kMaxConvWidth][kItemChannels];
+
+  MambaInputs(const qs_mamba_call& of, int64_t row, int64_t part)
+      : call(of), run(of.rows, row), sizes(of) {
+    first = part * kItemChannels;
+    count = min_of(kItemChannels, sizes.num_record - first);
+  }
+
+  void input(int64_t token, int64_t num, float* out) const {
+    if (token < run.num_replayed) {
+      const float* recorded = sizes.record(const_cast<float*>(run.source), token) + first;
+      memmove(out, recorded, num * sizeof(float));
+      return;
+    }
+    const T* x = static_cast<const T*>(call.x) + (run.first_token + token) * call.x_stride;
+    for (int64_t i = 0; i < num; i += W) {
+      store_up_to(out + i, load_up_to(x + sizes.num_values + first + i, num - i), num - i);
+    }
+  }
+
+  void write_taps(float* slot, int64_t num_tokens, int64_t num) const {
+    for (int64_t tap = 0; tap < sizes.num_taps; ++tap) {
+      float* out = slot + tap * sizes.num_channels + first;
+      const int64_t token = num_tokens - sizes.num_taps + tap;
+      if (token >= 0) {
+        input(token, num, out);
+      } else {
+        memcpy(out, before[sizes.num_taps + token], num * sizeof(float));
+      }
+    }
+  }
+
+  void write() {
+    const int64_t num = max_of(0, min_of(count, sizes.num_channels - first));
+    for (int64_t tap = 0; tap < sizes.num_taps; ++tap) {
+      const float* from =
+          run.source == nullptr ? nullptr : run.source + tap * sizes.num_channels + first;
+      copy(before[tap], from, num);
+    }
+    for (int64_t i = 0; i < call.rows.num_saves; ++i) {
+      const qs_state_save& save = call.rows.saves[i];
+      if (save.row == run.row) write_taps(run.slot(save.slot), save.num_tokens, num);
+    }
+    write_taps(run.target, run.num_certain, num);
+    for (int64_t token = run.num_certain; token < run.num_tokens; ++token) {
+      input(token, count, sizes.record(run.target, token - run.num_certain) + first);
+    }
+  }
+};
+
+// The heads of a group of one token: normed, or only rounded.
+template <typename T>
+void finish_group(const qs_mamba_call& call, const float* mixed, int64_t token, int64_t group) {
+  const int64_t num_values = call.num_heads * call.head_size, size = num_values / call.num_groups;
+  const float* in = mixed + token * num_values + group * size;
+  T* out = static_cast<T*>(call.out) + token * num_values + group * size;
+  vf scale = set1(1.0f);
+  if (call.norm != nullptr) {
+    vf squares = {};
+    for (int64_t i = 0; i < size; i += W) {
+      const vf v = load_up_to(in + i, size - i);
+      squares = fma(v, v, squares);
+    }
+    const float mean = reduce_add(squares) / static_cast<float>(size);
+    scale = set1(1.0f / __builtin_sqrtf(mean + call.eps));
+  }
+  for (int64_t i = 0; i < size; i += W) {
+    const int64_t n = size - i;
+    vf v = load_up_to(in + i, n);
+    if (call.norm != nullptr) v = v * scale * load_up_to(call.norm + group * size + i, n);
+    store_up_to(out + i, v, n);
+  }
+}
+
 }  // namespace
+
+void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare) {
+  const int64_t heads = call.num_heads, groups = call.num_groups;
+  const int64_t size = call.head_size * call.state_size;
+  const int64_t num_tokens = call.rows.row_offsets[call.rows.num_rows];
+  const int64_t parts = div_up(MambaSizes(call).num_record, kItemChannels);
+  with_dtype(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(pool, call.rows.num_rows * heads, [&](int64_t item) {
+      float* own = spare == nullptr ? nullptr : spare + item * size;
+      MambaHead<T>(call, item / heads, item % heads).compute(mixed, own);
+    });
+    parallel_for(pool, call.rows.num_rows * parts, [&](int64_t item) {
+      MambaInputs<T>(call, item / parts, item % parts).write();
+    });
+    parallel_for(pool, num_tokens * groups, [&](int64_t item) {
+      finish_group<T>(call, mixed, item / groups, item % groups);
+    });
+  });
+}
 
 void short_conv(Pool* pool, const qs_short_conv_call& call) {
   const int64_t parts = div_up(call.num_channels, kItemChannels);

@@ -231,6 +231,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             engine takes it from its memory plan.
         state_interval: Tokens of a prompt between states that are saved on the way. The engine
             takes it from its `CacheConfig`.
+        complete_prompts: A prompt is computed in one step, as an encoder needs it; a step has to
+            have the tokens for the longest one.
     """
 
     max_num_seqs: Annotated[
@@ -312,6 +314,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     kv_tier: KVTierConfig | None = None
     num_state_slots: int = 0
     state_interval: int = 512
+    complete_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -69,7 +69,13 @@ class PromptTooLong(RequestError):
     """
 
     def __init__(
-        self, num_tokens: int, context: int, *, num_outputs: int = 1, at_least: bool = False
+        self,
+        num_tokens: int,
+        context: int,
+        *,
+        num_outputs: int = 1,
+        at_least: bool = False,
+        param: str = "prompt",
     ) -> None:
         limit = context - num_outputs
         more = " (or more: it was not tokenised)" if at_least else ""
@@ -78,7 +84,7 @@ class PromptTooLong(RequestError):
             f"prompt is too long: {num_tokens} tokens > {limit} maximum{more}; this model's "
             f"maximum context length is {context} tokens{answer}; shorten the prompt or raise "
             "--max-model-len",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
 

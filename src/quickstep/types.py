@@ -80,10 +80,19 @@ class RequestClass(enum.Enum):
 
 
 class Pooling(enum.Enum):
-    """How the final hidden states of a prompt become one embedding, which has the norm 1."""
+    """How the final hidden states of a prompt become one embedding, which has the norm 1; CLASSES
+    gives the logits of an encoder's classification head in its place.
+    """
 
     MEAN = "mean"
     LAST = "last"
+    CLS = "cls"
+    CLASSES = "classes"
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether more than the last token's state is needed, so that every token is computed."""
+        return self is not Pooling.LAST
 
 
 class FinishReason(enum.Enum):

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,22 +43,29 @@ def streamed(
     address: str, kill_after: int | None = None, kill: Callable[[], None] | None = None
 ) -> dict[str, Any]:
     """The texts, ends and usage of a stream; after so many chunks `kill` is called."""
-    texts, ends, usage, number = {0: "", 1: ""}, {}, None, 0
     with httpx.stream("POST", f"{address}/v1/completions", json=BODY, timeout=120) as response:
         assert response.status_code == 200
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            assert "error" not in chunk, chunk
-            for choice in chunk["choices"]:
-                texts[choice["index"]] += choice["text"]
-                if choice["finish_reason"]:
-                    ends[choice["index"]] = choice["finish_reason"]
-            usage = chunk.get("usage") or usage
-            number += 1
-            if kill is not None and number == kill_after:
-                kill()
+        return collected(response.iter_lines(), kill_after, kill)
+
+
+def collected(
+    lines: Iterable[str], kill_after: int | None = None, kill: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """The same of the lines of a stream."""
+    texts, ends, usage, number = {0: "", 1: ""}, {}, None, 0
+    for line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+            if choice["finish_reason"]:
+                ends[choice["index"]] = choice["finish_reason"]
+        usage = chunk.get("usage") or usage
+        number += 1
+        if kill is not None and number == kill_after:
+            kill()
     return {"texts": texts, "ends": ends, "usage": usage}
 
 
@@ -99,6 +106,29 @@ def test_a_client_does_not_notice_that_its_engine_was_killed(server: tuple[int, 
     metrics = httpx.get(f"{address}/metrics", timeout=30).text
     assert "moved_requests_total" in metrics
     assert ('replica_up{engine="1"' in metrics) == (num_replicas == 2)
+
+
+def test_a_client_that_left_reads_on_although_its_engine_was_killed(
+    server: tuple[int, str],
+) -> None:
+    """It left in the middle of a chunk, and counts bytes."""
+    server_id, address = server
+    until_ready(address, len(workers(server_id)))
+    expected = streamed(address)
+    header, first = {"x-conversation-id": "lost"}, b""
+    url = f"{address}/v1/completions"
+    with httpx.stream("POST", url, json=BODY, headers=header, timeout=120) as response:
+        for chunk in response.iter_raw():
+            first += chunk
+            if first.count(b"\n\n") >= 30:
+                break
+    kill_busy(address, server_id)
+    first = first[:-7]
+    rest = httpx.get(f"{address}/v1/stream/lost?from={len(first)}", timeout=120)
+    assert rest.status_code == 200
+    assert_same(collected((first + rest.content).decode().splitlines()), expected)
+    assert httpx.get(f"{address}/v1/stream/lost", timeout=30).content == first + rest.content
+    until_ready(address, len(workers(server_id)))
 
 
 def test_a_client_does_not_notice_that_its_engine_was_restarted(server: tuple[int, str]) -> None:

@@ -22,10 +22,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quickstep.cli.main import main
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.safetensors_files import open_tensor_file
 from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder import Decoder
-from quickstep.model.formats.fused_experts_source import mxfp4_values
+from quickstep.model.decoder_weights import MoEWeights
+from quickstep.model.formats.fused_experts import FusedExperts
+from quickstep.model.formats.fused_experts_source import FusedExpertsSource
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.sizing import weight_bytes
@@ -91,12 +95,25 @@ def test_an_mxfp4_checkpoint_equals_what_transformers_unpacks(tmp_path: Path) ->
     assert load(tmp_path).kv_layout.dtype is torch.bfloat16
 
 
-def test_every_code_and_scale_of_mxfp4_has_the_value_that_transformers_gives_it() -> None:
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+def test_every_code_and_scale_of_mxfp4_has_the_value_that_transformers_gives_it(
+    tmp_path: Path,
+) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    ops = load_native(1)
+    assert ops is not None and ops.load_linear is not None
     for scale in (0, 1, 100, 127, 130, 250):
-        scales = torch.full((1, 16), scale, dtype=torch.uint8)
-        expected = convert_moe_packed_tensors(blocks[None], scales[None])[0].t()
-        assert torch.equal(mxfp4_values(blocks, scales), expected)
+        scales = torch.full((1, 1, 16), scale, dtype=torch.uint8)
+        expected = convert_moe_packed_tensors(blocks, scales)[0].t()
+        save_file({"l.e.down_blocks": blocks, "l.e.down_scales": scales}, tmp_path / "f")
+        files = open_tensor_file(tmp_path / "f")
+        reader = TensorReader(files, torch.bfloat16, CPU, files.num_bytes, None)
+        source = FusedExpertsSource(reader, FusedExperts("e", "gate_up", 1, True))
+        names = ("l.e.0.down.weight",)
+        assert torch.equal(source.linear(names), expected)
+        stored = source.stored(names)
+        assert stored is not None
+        loaded = ops.embedding(torch.tensor([0]), ops.load_linear(stored, None), torch.bfloat16)
+        assert torch.equal(loaded, expected)
 
 
 def test_mxfp4_is_planned_as_it_is_held(tmp_path: Path) -> None:
@@ -104,9 +121,9 @@ def test_mxfp4_is_planned_as_it_is_held(tmp_path: Path) -> None:
     spec = read_spec(tmp_path)
     weights = open_weights(tmp_path, spec)
     weights.check()
-    assert weights.held_bytes(2) == weight_bytes(spec, 2)
+    assert weights.held_bytes(2, holds_float8=False) == weight_bytes(spec, 2)
     stored = sum(tensor.nbytes for tensor in weights.files.tensors.values())
-    assert stored < weights.held_bytes(2) / 2
+    assert stored < weights.held_bytes(2, holds_float8=False) / 2
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -155,7 +172,7 @@ def test_mxfp4_in_another_layout_is_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj_scales"
     scales = load_file(tmp_path / "model.safetensors")[name]
     edit_tensors(tmp_path, **{name: scales.float()})
-    with pytest.raises(ConfigError, match=r"down_proj_scales' holds torch\.float32, MXFP4"):
+    with pytest.raises(ConfigError, match=r"down_proj_scales' holds F32, MXFP4"):
         load(tmp_path)
     edit_tensors(tmp_path, **{name: torch.full_like(scales, 255)})
     with pytest.raises(ConfigError, match="down_proj_scales' holds a scale of 255"):
@@ -217,10 +234,32 @@ def test_the_command_verifies_gpt_oss(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["comparisons"] > 60
 
 
+def test_mxfp4_and_fused_experts_need_no_torch(tmp_path: Path) -> None:
+    for save in (save_mxfp4, Case.save):
+        path = tmp_path / save.__name__
+        save(path, GPT_OSS) if save is save_mxfp4 else save(GPT_OSS, path)
+        options = LoadConfig(model=str(path), dtype="bfloat16")
+        spec, ops = read_spec(path), load_native(1)
+        assert ops is not None and not reason_for_torch(ops, options)
+        checkpoint = Checkpoint(path, "golden")
+        model = load_model(checkpoint, spec, ops, options, on_host=True)
+        by_torch = load_model(checkpoint, spec, replace(ops, load_linear=None), options)
+        assert isinstance(model, Decoder) and isinstance(by_torch, Decoder)
+        for layer, expected in zip(model.weights.layers, by_torch.weights.layers, strict=True):
+            assert isinstance(layer.mlp, MoEWeights) and isinstance(expected.mlp, MoEWeights)
+            loaded, packed = layer.mlp.experts, expected.mlp.experts
+            for one, other in (
+                *zip(loaded.gate_up, packed.gate_up, strict=True),
+                *zip(loaded.down_proj, packed.down_proj, strict=True),
+            ):
+                x = torch.randn(2, one.num_inputs).to(torch.bfloat16)
+                assert torch.equal(ops.linear(x, one), ops.linear(x, other))
+
+
 def test_a_model_with_sinks_needs_no_torch(tmp_path: Path) -> None:
     GRANITE.save(tmp_path)
     options, spec, ops = LoadConfig(model=str(tmp_path)), read_spec(tmp_path), load_native(1)
-    assert ops is not None and not reason_for_torch(open_weights(tmp_path, spec), ops, options)
+    assert ops is not None and not reason_for_torch(ops, options)
     model = load_model(Checkpoint(tmp_path, "golden"), spec, ops, options, on_host=True)
     assert isinstance(model, Decoder)
     expected = load(tmp_path, ops=ops)

@@ -18,7 +18,7 @@ from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, plan_memory
 from quickstep.ops.native.experts import PackedExperts
-from quickstep.ops.weights import LinearWeight
+from quickstep.ops.weights import HeadWeight, LinearWeight
 from quickstep.plan.formulas import Split, rank_spec
 from quickstep.runtime.cache.kv_cache import allocate_kv
 
@@ -33,7 +33,7 @@ def held_bytes(value: object, seen: set[int]) -> int:
     seen.add(id(value))
     if isinstance(value, tuple):
         return sum(held_bytes(part, seen) for part in value)
-    if isinstance(value, LinearWeight) or not hasattr(value, "__struct_fields__"):
+    if isinstance(value, LinearWeight | HeadWeight) or not hasattr(value, "__struct_fields__"):
         return value.nbytes
     return sum(held_bytes(getattr(value, name), seen) for name in value.__struct_fields__)
 
@@ -48,7 +48,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
         small = [
             name
             for name in tensors
-            if name.endswith(("conv1d.weight", "A_log", "attn.norm.weight"))
+            if name.endswith(("conv1d.weight", "A_log", "attn.D", "attn.norm.weight"))
         ]
         added += sum(2 * math.prod(tensors[name]) for name in small)
         if layer.sparse and spec.moe is not None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quickstep.model.decoder_spec import GatedDelta, ShortConv, StateSize
+from quickstep.model.decoder_spec import GatedDelta, Mamba2, ShortConv, StateSize
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import states as reference
-from quickstep.ops.table import DeltaWeights, OpTable, ShortConvWeights, StateRows
+from quickstep.ops.table import DeltaWeights, MambaWeights, OpTable, ShortConvWeights, StateRows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_RECORDS = 6
@@ -35,7 +35,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the two ops, on weights of its own."""
+    """One of the three ops, on weights of its own."""
 
     name: str
     size: StateSize
@@ -54,7 +54,7 @@ def short_conv(channels: int, width: int, bias: bool) -> Kind:
         assert op is not None
         return lambda x, states, rows: op(x, weights, states, rows)
 
-    return Kind(f"conv-{channels}-{width}", mixer.state_size, mixer.num_inputs, by)
+    return Kind(f"conv-{channels}-{width}", mixer.kept, mixer.num_inputs, by)
 
 
 def gated_delta(mixer: GatedDelta) -> Kind:
@@ -75,7 +75,31 @@ def gated_delta(mixer: GatedDelta) -> Kind:
         return lambda x, states, rows: op(x, weights, states, rows)
 
     name = f"delta-{mixer.num_key_heads}-{heads}-{mixer.key_size}-{mixer.value_size}"
-    return Kind(name, mixer.state_size, mixer.num_inputs, by)
+    return Kind(name, mixer.kept, mixer.num_inputs, by)
+
+
+def mamba(mixer: Mamba2) -> Kind:
+    heads, values = mixer.num_heads, mixer.num_outputs
+    weights = MambaWeights(
+        taps=noise(mixer.width, mixer.num_channels, seed=1) * 0.5,
+        conv_bias=noise(mixer.num_channels, seed=2) if mixer.conv_bias else None,
+        rates=-noise(heads, seed=3).exp(),
+        biases=noise(heads, seed=4),
+        skips=noise(heads, seed=5),
+        norm=1.0 + 0.2 * noise(values, seed=6) if mixer.has_norm else None,
+        num_groups=mixer.num_groups,
+        state_size=mixer.state_size,
+        eps=1e-5,
+        least_step=mixer.least_step,
+        most_step=mixer.most_step,
+    )
+
+    def by(which: str) -> Mix:
+        op = native().mamba if which == "native" else reference.mamba
+        assert op is not None
+        return lambda x, states, rows: op(x, weights, states, rows)
+
+    return Kind(f"mamba-{heads}-{mixer.num_groups}", mixer.kept, mixer.num_inputs, by)
 
 
 KINDS = [
@@ -84,6 +108,9 @@ KINDS = [
     gated_delta(GatedDelta(2, 4, 12, 20, 4)),
     gated_delta(GatedDelta(1, 1, 128, 128, 4)),
     gated_delta(GatedDelta(2, 6, 16, 72, 2)),
+    mamba(Mamba2(6, 20, 2, 12, 3)),
+    mamba(Mamba2(4, 64, 1, 128, 4, conv_bias=False, has_norm=False, most_step=0.5)),
+    mamba(Mamba2(9, 24, 3, 72, 4)),
 ]
 
 

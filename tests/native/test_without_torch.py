@@ -16,12 +16,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_models import KINDS, write_model
 from golden_cases import Case
 from msgspec.structs import replace
+from published_formats import EXACT, ROUNDED_AGAIN
+from quantized_checkpoint import write_quantized
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint.source import find_checkpoint
-from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import load_native
@@ -149,7 +150,7 @@ def test_a_model_in_host_tensors_can_be_run_op_by_op_on_the_same_memory() -> Non
     checkpoint, ops = find_checkpoint(load), load_native(2)
     assert ops is not None
     spec = read_spec(checkpoint.path)
-    assert not reason_for_torch(open_weights(checkpoint.path, spec), ops, load)
+    assert not reason_for_torch(ops, load)
     model = load_model(checkpoint, spec, ops, load, on_host=True)
     kv = allocate_kv(model.kv_layout, 4, 16, model.device)
     assert model.device == CPU and isinstance(kv.keys[0], HostTensor)
@@ -167,7 +168,7 @@ def test_weights_are_converted_as_torch_converts_them(dtype: str, quantization: 
     checkpoint, ops = find_checkpoint(load), load_native(1)
     assert ops is not None
     spec = read_spec(checkpoint.path)
-    assert not reason_for_torch(open_weights(checkpoint.path, spec), ops, load)
+    assert not reason_for_torch(ops, load)
     found = load_model(checkpoint, spec, ops, load, on_host=True)
     by_torch = load_model(checkpoint, spec, replace(ops, load_linear=None), load)
     x = torch.eye(spec.hidden_size, dtype=getattr(torch, dtype))
@@ -206,6 +207,42 @@ def test_a_mixture_of_experts_runs_where_torch_is_not_installed(
     finally:
         llm.close()
     assert output.outputs[0].text and output.outputs[0].text in done.stdout
+
+
+_LOADING_SCRIPT = """
+import sys
+
+sys.modules["torch"] = None
+import json
+from quickstep import LLM, SamplingParams
+
+found = []
+for path in json.loads(sys.argv[1]):
+    with LLM(path, device="cpu", num_threads=1) as llm:
+        sampling = SamplingParams(temperature=0.5, seed=3, max_tokens=9)
+        found.append(llm.generate(["some text"], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+print(json.dumps([list(ids) for ids in found]))
+"""
+
+
+def test_files_of_every_format_run_where_torch_is_not_installed(tmp_path: Path) -> None:
+    cases = ("awq-g32", "gptq4-g32", "gptq8-g64", "packed4-asymmetric", "w8a8", "naive4-g16")
+    cases += ("float8-channel", "fp8-block", "bnb-int8", "gptq-act-order", "nf4-nested")
+    paths = [tmp_path / case for case in cases]
+    for path, case in zip(paths, cases, strict=True):
+        write_quantized(path, *(EXACT | ROUNDED_AGAIN)[case])
+        write_tokenizer(path)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADING_SCRIPT, json.dumps([str(path) for path in paths])],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for path, got in zip(paths, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        with LLM(str(path), device="cpu", enforce_eager=True) as llm:
+            sampling = SamplingParams(temperature=0.5, seed=3, max_tokens=9)
+            (output,) = llm.generate(["some text"], sampling, use_tqdm=False)
+        assert got == list(output.outputs[0].token_ids), path.name
 
 
 # files mix types by tensor: these are those of Q4_K_M, and of smaller files

@@ -198,6 +198,41 @@ def _rotary_write_kv(
     return [*rotated, *_exactly(v)]
 
 
+def _latent_keys(
+    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, interleaved: bool
+) -> list[tuple[Tensor, Tensor]]:
+    (size,) = weight.shape
+    parts = [
+        *_rms_norm(x[:, :size].unsqueeze(1), weight, eps, 0.0),
+        *_rotary(x[:, size:].unsqueeze(1), cos, sin, interleaved),
+    ]
+    return [_side_by_side(parts)]
+
+
+def _latent_queries(
+    q: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, interleaved: bool
+) -> list[tuple[Tensor, Tensor]]:
+    inputs = weight.shape[2]
+    turned = _rotary(q[..., inputs:], cos, sin, interleaved)
+    return [_side_by_side([*_latent_values(q[..., :inputs], weight), *turned])]
+
+
+def _latent_values(x: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    value = torch.einsum("thc,hnc->thn", x, weight)
+    size = torch.einsum("thc,hnc->thn", x.abs(), weight.abs())
+    return [(value, 4 * _FP32_ROUNDOFF * size)]
+
+
+def _latent_write(k: Tensor, slots: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _write_kv(k, k, slots, cache, cache)[:1]
+
+
+def _side_by_side(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    values = [value for value, _ in parts]
+    slacks = [slack.expand_as(value) for value, slack in parts]
+    return torch.cat(values, -1), torch.cat(slacks, -1)
+
+
 def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]:
     gate, up = gate_up.chunk(2, dim=-1)
     functional = torch.nn.functional
@@ -251,8 +286,9 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
             read_heads(cache[table].flatten(0, 1)[: start + count]).repeat_interleave(
                 per_kv_head, 1
             )
-            for cache in (case.k_cache, case.v_cache)
+            for cache in (case.k_cache, case.k_cache if case.v_cache is None else case.v_cache)
         )
+        v = v[..., : case.params.value_size]
         scores = torch.einsum("qhd,khd->hqk", queries, k) * case.params.scale
         size = torch.einsum("qhd,khd->hqk", queries.abs(), k.abs()) * abs(case.params.scale)
         if case.params.softcap is not None:
@@ -437,5 +473,9 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "add": _add,
         "scale": _scale,
         "logits": _logits,
+        "latent_keys": _latent_keys,
+        "latent_queries": _latent_queries,
+        "latent_values": _latent_values,
+        "latent_write": _latent_write,
     }
 )

@@ -18,9 +18,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
+from op_checks.attention_cases import (
+    DTYPES,
+    AttentionCase,
+    attention_cases,
+    latent_attention_cases,
+    stored_heads,
+)
 from op_checks.case_inputs import CaseInputs, label
 from op_checks.experts_cases import experts_inputs, experts_lora_inputs
+from op_checks.latent_cases import keys_inputs, queries_inputs, values_inputs, write_inputs
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
 from quickstep.ops.reference.experts import experts as reference_experts
 from quickstep.ops.reference.experts import route as reference_route
@@ -36,7 +43,7 @@ from quickstep.ops.table import (
 )
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
-__all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
+__all__ = ["DTYPES", "LATENT_OPS", "OPS", "AttentionCase", "Case", "bind", "cases"]
 
 KV_DTYPES = (*DTYPES, torch.int8, torch.float8_e4m3fn)
 
@@ -85,6 +92,8 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return partial(_rotate_and_write, ops, fixed)
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
+    if case.op.startswith("latent_"):
+        return _bind_latent(ops, case.op, case.fixed)
     if case.op == "logits":
         weight, divisor, softcap = fixed
         head = _pack(ops, weight, None)  # type: ignore[arg-type]
@@ -106,6 +115,21 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return result if isinstance(result, tuple) else (result,)
 
     return call
+
+
+def _bind_latent(ops: OpTable, op: str, fixed: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
+    latent = ops.latent
+    assert latent is not None
+    if op == "latent_keys":
+        weight, eps, interleaved = fixed
+        return lambda x, cos, sin: (latent.keys(x, weight, eps, cos, sin, interleaved),)
+    if op == "latent_queries":
+        packed, interleaved = latent.pack_heads(fixed[0]), fixed[1]
+        return lambda q, cos, sin: (latent.queries(q, packed, cos, sin, interleaved),)
+    if op == "latent_values":
+        packed = latent.pack_heads(fixed[0])
+        return lambda x: (latent.values(x, packed),)
+    return lambda k, slots: _write_and_read(ops, (k, None), slots, (*fixed, None))
 
 
 def _pack(ops: OpTable, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> LinearWeight:
@@ -163,13 +187,14 @@ def _route(ops: OpTable, fixed: tuple[Any, ...], scores: Tensor) -> tuple[Tensor
 
 
 def _write_and_read(
-    ops: OpTable, kv: tuple[Tensor, Tensor], slots: Tensor, caches: Sequence[object]
+    ops: OpTable, kv: tuple[Tensor, Tensor | None], slots: Tensor, caches: Sequence[object]
 ) -> tuple[Tensor, ...]:
     """Write into copies of the caches, check that other slots are untouched, read the written."""
     written = []
     before = [cache for cache in caches if isinstance(cache, Tensor)]
     after = [cache.clone() for cache in before]
-    ops.write_kv(kv[0], kv[1], after[0], after[1], slots)
+    values = None if kv[1] is None else after[1]
+    ops.write_kv(kv[0], kv[1], after[0], values, slots)
     for old, new in zip(before, after, strict=True):
         written.append(new.flatten(0, 1)[slots])
         restored = new.clone()
@@ -196,7 +221,7 @@ def cases(
     """All cases of the named ops (None: of all), in each dtype; always the same values."""
     for name in OPS if ops is None else ops:
         for dtype in dtypes:
-            yield from OPS[name](dtype)
+            yield from (OPS | LATENT_OPS)[name](dtype)
 
 
 def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -524,6 +549,26 @@ def _logits_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("logits", name, (source.normal(num_rows, width),), (weight, divisor, softcap))
 
 
+def _latent_keys_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in keys_inputs(dtype):
+        yield Case("latent_keys", *inputs)
+
+
+def _latent_queries_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in queries_inputs(dtype):
+        yield Case("latent_queries", *inputs)
+
+
+def _latent_values_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in values_inputs(dtype):
+        yield Case("latent_values", *inputs)
+
+
+def _latent_write_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in write_inputs(dtype, KV_DTYPES):
+        yield Case("latent_write", *inputs)
+
+
 OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
     {
         "linear": _linear_cases,
@@ -547,4 +592,17 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "logits": _logits_cases,
         "paged_attention": attention_cases,
     }
+)
+
+# Of `OpTable.latent`, and what the other ops do where values are in the keys: not on a GPU.
+LATENT_OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = (
+    MappingProxyType(
+        {
+            "latent_keys": _latent_keys_cases,
+            "latent_queries": _latent_queries_cases,
+            "latent_values": _latent_values_cases,
+            "latent_write": _latent_write_cases,
+            "latent_attention": latent_attention_cases,
+        }
+    )
 )

@@ -20,6 +20,7 @@ from quickstep.core.admission import AdmissionState
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
+from quickstep.engine.retrieval.card import Retrieval, Scoring
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
@@ -56,6 +57,9 @@ class FakeTokenizer:
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return [1, *first.encode(), 2, *second.encode(), 2]
 
     def least_tokens(self, text: str) -> int:
         return len(text.encode())
@@ -250,6 +254,10 @@ class FakeStream:
         if num_top is None:
             return ()
         top = tuple((other, -0.5 - other) for other in range(num_top))
+        # the first of them is the likelier, the longer the prompt is
+        size = len(self.prompt_token_ids)
+        ids = self._sampling.logprob_token_ids
+        top += tuple((other, -1.0 / size if other == ids[0] else -1.0) for other in ids)
         return (TokenLogprobs(token_id, -0.25, 1, top),)
 
     def _timings(self, num_output_tokens: int) -> SequenceTimings:
@@ -277,6 +285,11 @@ class FakeStream:
         )
 
 
+SCORES_PAIRS = Retrieval(
+    scoring=Scoring.TOKENS, true_token_id=121, false_token_id=110, prompts={"query": "Q: "}
+)
+
+
 @dataclass(slots=True)
 class FakeEngine:
     """The interface of an engine over a script."""
@@ -295,7 +308,7 @@ class FakeEngine:
     last_step_s: float | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     memory_plan: MemoryPlan | None = None
-    default_pooling: Pooling = Pooling.LAST
+    retrieval: Retrieval = field(default_factory=lambda: SCORES_PAIRS)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)

@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
+from fake_engine import FakeEngine
 from field_effects import (
     ARRAY,
     LORA_CASE,
@@ -27,6 +29,7 @@ from field_effects import (
     unknown_model,
 )
 
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.fields.shared_fields import LoRAScale
@@ -40,6 +43,12 @@ from quickstep.server.openai.tokenize import (
 )
 from quickstep.server.operate.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.server.operate.models import ModelToChange
+from quickstep.server.scores.request_types import (
+    ClassifyRequest,
+    RerankRequest,
+    ScoreRequest,
+    TextDocument,
+)
 from quickstep.types import Grammar, Pooling
 
 BATCH_S = 10
@@ -122,7 +131,64 @@ EMBEDDINGS: Cases = cases(
     priority=(-3, lambda seen: seen.submitted.priority == -3),
     cache_salt=("x", lambda seen: seen.submitted.cache_salt == "x"),
     timeout_s=(2.5, lambda seen: seen.submitted.deadline_s == 2.5),
+    input_type=("query", lambda seen: bytes(seen.submitted.prompt[1:]) == b"Q: a"),
+) | {
+    "truncate_prompt_tokens": Case(
+        2, lambda seen: seen.submitted.prompt == (1, 97), beside={"input": "abc"}
+    )
+}
+
+
+def reads(text: bytes) -> Any:
+    """The prompt of the pair has the text."""
+    return lambda seen: text in bytes(seen.submitted.prompt)
+
+
+NOT_GIVEN = {"text_1": None, "text_2": None}
+PAIRS: dict[str, Any] = {
+    "model": ("second", lambda seen: seen.answer["model"] == "second"),
+    "instruction": ("find it", reads(b"<Instruct>: find it")),
+    "max_tokens_per_doc": (1, reads(b"<Document>: l\n")),
+    "truncate_prompt_tokens": (
+        305,
+        lambda seen: len(seen.submitted.prompt) == 305,
+    ),
+    "user": ("ann", lambda seen: seen.submitted.tenant == "ann"),
+    "priority": (-3, lambda seen: seen.submitted.priority == -3),
+    "cache_salt": ("x", lambda seen: seen.submitted.cache_salt == "x"),
+    "timeout_s": (2.5, lambda seen: seen.submitted.deadline_s == 2.5),
+}
+CLASSIFIED = ("model", "user", "priority", "cache_salt", "timeout_s")
+
+
+def classifier() -> FakeEngine:
+    """With two classes, as many as its vectors have numbers."""
+    return FakeEngine(retrieval=Retrieval(is_encoder=True, labels=("no", "yes")))
+
+
+RERANK: Cases = cases(
+    query=("which", reads(b"<Query>: which")),
+    documents=(["this one"], reads(b"<Document>: this one")),
+    top_n=(1, lambda seen: len(seen.answer["results"]) == 1),
+    return_documents=(False, lambda seen: "document" not in seen.answer["results"][0]),
+    **PAIRS,
 )
+SCORE: Cases = cases(
+    text_1=("which", reads(b"<Query>: which")),
+    text_2=(["this one"], reads(b"<Document>: this one")),
+    **PAIRS,
+) | {
+    "queries": Case(
+        None,
+        reads(b"<Query>: which"),
+        whole={**NOT_GIVEN, "queries": "which", "documents": "b"},
+    ),
+    "documents": Case(
+        None,
+        reads(b"<Document>: this one"),
+        whole={**NOT_GIVEN, "queries": "which", "documents": "this one"},
+    ),
+}
 TEMPLATE: Cases = {
     **cases(
         messages=(USER, shown("user: yo")),
@@ -213,6 +279,30 @@ async def conversation(client: httpx.AsyncClient) -> Mapping[str, Any]:
 
 OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     EmbeddingRequest: EMBEDDINGS,
+    RerankRequest: RERANK,
+    ScoreRequest: SCORE,
+    ClassifyRequest: {
+        name: replace(case, engine=classifier)
+        for name, case in cases(
+            input=("ab", lambda seen: seen.submitted.prompt == (1, 97, 98)),
+            **{name: value for name, value in PAIRS.items() if name in CLASSIFIED},
+        ).items()
+    }
+    | {
+        "truncate_prompt_tokens": Case(
+            2,
+            lambda seen: seen.submitted.prompt == (1, 97),
+            beside={"input": "abc"},
+            engine=classifier,
+        )
+    },
+    TextDocument: {
+        "text": Case(
+            None,
+            reads(b"<Document>: this one"),
+            whole={"query": "q", "documents": [{"text": "this one"}]},
+        )
+    },
     BatchRequest: BATCHES,
     ExpiresAfter: {
         "seconds": Case(

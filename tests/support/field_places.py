@@ -35,6 +35,7 @@ from quickstep.server.responses.request_types import (
     ResponsesStreamOptions,
 )
 from quickstep.server.routes import api_routes
+from quickstep.server.scores.request_types import RerankRequest, ScoreRequest
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
@@ -52,6 +53,8 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
         "completion_window": "24h",
     },
     ExpiresAfter: {"seconds": 3600},
+    RerankRequest: {"documents": ["long one", "b"]},
+    ScoreRequest: {"text_1": "a", "text_2": "long one"},
     TokenizeRequest: {"messages": [{"role": "user", "content": "a"}]},
     FunctionCallItem: {"arguments": "{}"},
     sampling_fields.JsonSchema: {"schema": {"type": "array"}},

@@ -41,7 +41,7 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in ("Lfm2", "Qwen3_5Text")
+        return self.family in ("Lfm2", "Qwen3_5Text", "GraniteMoeHybrid")
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -80,6 +80,18 @@ def rope(kind: str, **values: object) -> dict[str, object]:
 
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+
+LATENT = {
+    "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+# dense, as no sequence is longer than what the indexer chooses
+INDEXED = LATENT | {
+    "q_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "index_topk": 96,
+    "index_head_dim": 32, "index_n_heads": 4,
+} | rope("default")  # fmt: skip
 
 CASES = (
     Case("llama", "Llama"),
@@ -177,8 +189,49 @@ CASES = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention",
                         "linear_attention"],
     }, atol=3e-4),  # transformers computes 64 tokens at once, in float32
+    Case("granite-hybrid", "GraniteMoeHybrid", {
+        "num_local_experts": 0, "shared_intermediate_size": 96, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention",
+                        "linear_attention"],
+        "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+    }, atol=3e-4),
+    Case("granite-hybrid-biases", "GraniteMoeHybrid", {
+        "num_local_experts": 0, "shared_intermediate_size": 64, "position_embedding_type": "rope",
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mamba_n_heads": 4, "mamba_d_state": 22, "mamba_proj_bias": True, "mamba_conv_bias": False,
+    }, atol=3e-4),
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,
     }),
+    Case("deepseek-v2-lite", "DeepseekV2", LATENT | {
+        "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    } | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
+             mscale_all_dim=0.7)),
+    Case("deepseek-v2-groups", "DeepseekV2", LATENT | {
+        "q_lora_rank": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "topk_method": "group_limited_greedy", "n_group": 4,
+        "topk_group": 2, "qk_nope_head_dim": 24, "v_head_dim": 48,
+    } | rope("default")),
+    Case("deepseek-v3", "DeepseekV3", LATENT | {
+        "q_lora_rank": 48, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    } | rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0,
+             mscale_all_dim=1.0)),
+    Case("deepseek-v3-halves", "DeepseekV3", LATENT | {
+        "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 2,
+        "rope_interleave": False, "norm_topk_prob": False,
+    } | rope("default")),
+    Case("deepseek-v32", "DeepseekV32", INDEXED | {"n_group": 2, "topk_group": 1}),
+    Case("glm4-moe-lite", "Glm4MoeLite", LATENT | {
+        "q_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "mlp_layer_types": ["sparse", "dense", "sparse"],
+    } | rope("default")),
+    Case("glm-moe-dsa", "GlmMoeDsa", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
+    Case("youtu", "Youtu", LATENT | {"q_lora_rank": 32} | rope("default")),
 )  # fmt: skip

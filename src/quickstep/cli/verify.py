@@ -388,7 +388,6 @@ class _Checkpoint:
         """Load it in one process, in the way that `serve` does."""
         from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
         from quickstep.model.checkpoint.placement import choose_device
-        from quickstep.model.checkpoint.weights import open_weights
         from quickstep.model.loader import load_model, reason_for_torch
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
@@ -398,9 +397,7 @@ class _Checkpoint:
         device = choose_device(self._config.device)
         ops = resolve_ops(device, self._config.kernels, threads, self._isa)
         spec = read_spec(self._checkpoint.path)
-        on_host = spec.native and not reason_for_torch(
-            open_weights(self._checkpoint.path, spec), ops, self._config
-        )
+        on_host = spec.native and not reason_for_torch(ops, self._config)
         model = load_model(self._checkpoint, spec, ops, self._config, on_host=on_host)
         kv_layout = model.kv_layout.stored_as(self._options.kv_dtype)
         self.fingerprint = fingerprint_with_kv(model, kv_layout)

@@ -54,13 +54,14 @@ from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
 from quickstep.engine.remote.streams import LostRequest
 from quickstep.engine.remote.supervisor import LoadProgress
 from quickstep.engine.requests import RequestIntake, open_seeds
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaChange, ReplicaStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineDied, EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
+from quickstep.types import FinishReason, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
 _POLL_S = 0.05  # for what lasts longer and is rare
@@ -208,9 +209,9 @@ class ReplicaSet:
         return self._engines[0].default_sampling
 
     @property
-    def default_pooling(self) -> Pooling:
-        """The pooling of embeddings in the model's card."""
-        return self._engines[0].default_pooling
+    def retrieval(self) -> Retrieval:
+        """How the model embeds texts and scores pairs, as its card says."""
+        return self._engines[0].retrieval
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -337,8 +338,9 @@ class ReplicaSet:
             EngineError: No engine will serve, or too many requests wait for one.
         """
         engine = self._engines[0]
+        eos_token_ids = engine.tokenizer.eos_token_ids
         request = self._intake.take(
-            request, engine.vocab_size, self.max_model_len, engine.tokenizer.eos_token_ids
+            request, engine.vocab_size, self.max_model_len, eos_token_ids, self.retrieval
         )
         if request.received_s is None:  # its deadlines count from here, wherever it runs
             request = replace(request, received_s=self._clock())

@@ -25,7 +25,6 @@ from quickstep.types import (
     CacheMiss,
     FinishReason,
     Phase,
-    Pooling,
     PromptProgress,
     Request,
     Resumed,
@@ -348,7 +347,8 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """How many leading tokens may come from the prefix cache, which has no hidden states."""
-        if self.request.pooling is Pooling.MEAN:
+        pooling = self.request.pooling
+        if pooling is not None and pooling.needs_all:
             return 0
         if self._num_scored_tokens < self.prompt_len:
             return max(0, self._num_scored_tokens - 1)

@@ -55,6 +55,7 @@ class StepBudget:
         fits: Callable[[Sequence], bool],
     ) -> None:
         self._num_stages, self._max_rows = config.num_stages, config.max_num_seqs
+        self._complete_prompts = config.complete_prompts
         self._policy = policy
         self._order = policy.order
         self._cost_model = cost_model
@@ -91,8 +92,10 @@ class StepBudget:
         """The tokens of a prompt from position `start` on.
 
         All that are left in the step, unless prompts are scored: their tokens cost more than the
-        policy assumed for the phase.
+        policy assumed for the phase. None for a prompt that must be complete and is longer.
         """
+        if self._complete_prompts and len(sequence.token_ids) - start > draft.num_tokens_left:
+            return 0
         scored = sequence.scored_positions
         if not scored and not draft.prefill_load.num_scored:
             return draft.num_tokens_left

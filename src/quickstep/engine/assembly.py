@@ -32,6 +32,7 @@ from quickstep.config import (
 )
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
+from quickstep.engine.retrieval.card import Retrieval, Scoring, read_retrieval
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.types import Pooling
@@ -215,14 +216,16 @@ def wire_engine(
 
     block_size = config.cache.block_size
     graphs = graph_options(config, model, kv, plan)
-    settings = _fitted(config, plan, adapters, graphs is not None)
+    is_encoder = description.retrieval.is_encoder
+    settings = _fitted(config, plan, adapters, graphs is not None, is_encoder)
     kv_directory = None
     if config.cache.kv_cache_dir is not None:
         from quickstep.engine.kv_files.tier import EngineTier, open_directory
 
         kv_directory, tier = open_directory(config.cache, kv, description.fingerprint)
         settings = replace(settings, kv_tier=tier)
-    pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
+    caches_prefixes = config.cache.prefix_caching and not is_encoder
+    pool = KVBlockPool(plan.num_blocks, block_size, caches_prefixes)
     fits = FitSaver.open(
         fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
     )
@@ -438,7 +441,8 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
             "not used: %s, for images, drafts or quantizing", ", ".join(checkpoint.left_out)
         )
     held_bytes = None
-    why_torch = f"{spec.architecture}, which runs through transformers,"
+    runs_as = "is an encoder" if spec.encoder is not None else "runs through transformers"
+    why_torch = f"{spec.architecture}, which {runs_as},"
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
@@ -452,10 +456,19 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 "its values unevenly spaced (nf4, fp4), which no product here reads",
                 some_tensors(rounded),
             )
-        held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
+        holds_float8 = ops.load_linear is None
+        if weights.quantized:
+            held_bytes = weights.held_bytes(dtype.itemsize, holds_float8=holds_float8)
+        if weights.has_float8() and not holds_float8:
+            _LOGGER.info(
+                "weights in e4m3 are held in %s, in %d bytes each: the native kernels multiply no "
+                "e4m3",
+                dtype,
+                dtype.itemsize,
+            )
         why_torch = "--enforce-eager"
         if not config.enforce_eager:
-            why_torch = reason_for_torch(weights, ops, config.load, config.cache.kv_dtype)
+            why_torch = reason_for_torch(ops, config.load, config.cache.kv_dtype)
     if why_torch:
         require_torch(why_torch)
         set_threads(num_threads(config.load))
@@ -478,6 +491,8 @@ def load_weights(
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
     if spec.state_sizes:
         _check_states(config, spec)
+    if spec.encoder is not None:
+        _check_encoder(config, spec)
     if config.scheduler.transfers_kv:
         _check_moved_kv(
             config, planned, "prefill and decode on different engines", "--prefill and --decode"
@@ -523,6 +538,22 @@ def _check_states(config: EngineConfig, spec: ModelSpec) -> None:
             raise ConfigError(
                 f"{option} is not supported for {spec.architecture}: KV blocks are of use only "
                 "with the states of its other layers, which are not moved; leave the option out"
+            )
+
+
+def _check_encoder(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for what only decoders have."""
+    options = {
+        "--enable-lora": config.lora is not None,
+        "--kv-cache-dir": config.cache.kv_cache_dir is not None,
+        "--prefill and --decode": config.scheduler.transfers_kv,
+        "--tensor-parallel-size and --pipeline-parallel-size": config.load.num_ranks > 1,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise ConfigError(
+                f"{spec.architecture} is an encoder, which has no KV cache and runs in one process "
+                f"without adapters; leave {option} out"
             )
 
 
@@ -768,12 +799,23 @@ def plan_for(
             adapter_bytes,
         ),
         config.cache,
-        replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
+        _for_texts(
+            replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
+            spec,
+        ),
         config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
         drafts,
         _max_drafts(config),
     )
+
+
+def _for_texts(scheduler: SchedulerConfig, spec: ModelSpec) -> SchedulerConfig:
+    """With steps that have space for a complete text, where the model computes texts so."""
+    if spec.encoder is None:
+        return scheduler
+    most = max(scheduler.max_num_batched_tokens, scheduler.max_model_len)
+    return replace(scheduler, max_num_batched_tokens=most)
 
 
 def measured_plan(
@@ -849,7 +891,11 @@ def _gpu_text(device: Device) -> str:
 
 
 def _fitted(
-    config: EngineConfig, plan: MemoryPlan, adapters: Adapters | None, has_graphs: bool
+    config: EngineConfig,
+    plan: MemoryPlan,
+    adapters: Adapters | None,
+    has_graphs: bool,
+    is_encoder: bool,
 ) -> SchedulerConfig:
     return replace(
         config.scheduler,
@@ -863,6 +909,7 @@ def _fitted(
         pipeline_depth=_pipeline_depth(config, has_graphs),
         max_loras=None if config.lora is None else config.lora.max_loras,
         lora_bytes=None if adapters is None else adapters.max_bytes,
+        complete_prompts=is_encoder,
     )
 
 
@@ -908,7 +955,7 @@ def describe(
             GrammarLimits.of(inputs),
             TrialLimits(cpu_s=inputs.grammar_s),
         ),
-        default_pooling=_default_pooling(path),
+        retrieval=_retrieval(path, loaded.spec, tokenizer),
     )
 
 
@@ -933,7 +980,25 @@ def _default_sampling(path: Path) -> Mapping[str, float]:
     return MappingProxyType({name: value for name, value in named.items() if value is not None})
 
 
-def _default_pooling(path: Path) -> Pooling:
-    """The mean where the checkpoint's sentence-transformers card has it, else the last token."""
-    card = read_json(path / "1_Pooling" / "config.json")
-    return Pooling.MEAN if card.get("pooling_mode_mean_tokens") is True else Pooling.LAST
+def _retrieval(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> Retrieval:
+    """The card of a decoder, which may answer yes or no, or of an encoder, which has no words."""
+    encoder = spec.encoder
+    if encoder is None:
+        return read_retrieval(path, tokenizer.token_id("yes"), tokenizer.token_id("no"))
+    labels = () if encoder.head is None else encoder.head.labels
+    retrieval = read_retrieval(path, None, None, default_pooling=Pooling.CLS)
+    if not labels:
+        return replace(retrieval, is_encoder=True)
+    why = "the model has a classification head; it gives classes and scores, no embeddings"
+    scoring, refusal = Scoring.CLASS, ""
+    if len(labels) != 1:
+        refusal = f"the model has {len(labels)} classes; only a head of one class scores pairs"
+    return replace(
+        retrieval,
+        is_encoder=True,
+        pooling=Pooling.CLASSES,
+        labels=labels,
+        refusal=why,
+        scoring=scoring,
+        scoring_refusal=refusal,
+    )

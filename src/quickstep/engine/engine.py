@@ -39,6 +39,7 @@ from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.records.recording_file import RecordingFile
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.requests import RequestIntake, as_token_ids
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_times.cost_fits import FitSaver
 from quickstep.engine.stream import Sink, Stream
@@ -51,7 +52,6 @@ from quickstep.types import (
     Executor,
     FinishReason,
     KVTarget,
-    Pooling,
     Request,
     SamplingParams,
     SequenceOutput,
@@ -175,9 +175,9 @@ class Engine:
         return self._model.default_sampling
 
     @property
-    def default_pooling(self) -> Pooling:
-        """The pooling of embeddings in the model's card."""
-        return self._model.default_pooling
+    def retrieval(self) -> Retrieval:
+        """How the model embeds texts and scores pairs, as its card says."""
+        return self._model.retrieval
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -437,7 +437,7 @@ class Engine:
         self._require_running()
         eos_token_ids = self.tokenizer.eos_token_ids
         request = self._intake.take(
-            request, self._model.vocab_size, self.max_model_len, eos_token_ids
+            request, self._model.vocab_size, self.max_model_len, eos_token_ids, self.retrieval
         )
         stream = Stream(request, self, self._stream_bounds)
         stream.accept(self.submit(request, stream))

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineStats, ReplicaChange
 from quickstep.text.tool_calls.formats import OutputFormats
-from quickstep.types import Delta, Pooling, Request, SequenceTimings
+from quickstep.types import Delta, Request, SequenceTimings
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -83,6 +84,9 @@ class Vocabulary(Protocol):
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. Raises RequestError, EngineError."""
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, as the tokenizer joins them."""
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids."""
 
@@ -138,8 +142,8 @@ class ServedEngine(Protocol):
         """Sampling values of the checkpoint, for what a request does not set."""
 
     @property
-    def default_pooling(self) -> Pooling:
-        """How prompts are embedded according to the model's card."""
+    def retrieval(self) -> Retrieval:
+        """How the model embeds texts and scores pairs, as its card says."""
 
     @property
     def memory_plan(self) -> MemoryPlan | None:

@@ -57,13 +57,30 @@ from quickstep.engine.engine import Engine
 from quickstep.engine.loop_thread import LoopThread
 from quickstep.engine.outputs import (
     BeamSearchOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PromptAnswer,
     RequestOutput,
+    RerankOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
     beam_search_output,
     collect,
+    collect_answer,
     collect_embedding,
 )
 from quickstep.engine.requests import as_token_ids, check_token_ids
+from quickstep.engine.retrieval.pairs import (
+    Pairs,
+    TextLimits,
+    class_probabilities,
+    pair_pooling,
+    pair_prompts,
+    pair_sampling,
+    pair_scores,
+    prompt_of_task,
+)
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, RequestError
 from quickstep.option import options_of
@@ -158,8 +175,6 @@ def option_places() -> Mapping[str, tuple[str, str]]:
 # Public names of vLLM's class that this one does not have: what to do instead.
 _ABSENT: Mapping[str, str] = {
     "apply_model": "the model runs as captured native steps; there is no torch module to call",
-    "classify": "there are no classification heads; `generate` with `Grammar.of_choice` chooses "
-    "among labels",
     "collective_rpc": "there are no worker processes",
     "encode": "`embed(pooling=...)` gives the pooled hidden states",
     "enqueue": "`generate` takes all prompts at once; `engine.stream` submits single requests",
@@ -172,7 +187,6 @@ _ABSENT: Mapping[str, str] = {
     "preprocess_chat": "`engine.chat_prompt(messages)` gives the token ids of a conversation",
     "reset_mm_cache": "models are text only",
     "reward": "there are no reward heads; `embed(pooling=...)` gives the pooled hidden states",
-    "score": "there are no scoring heads; compare the vectors of `embed`",
     "set_tokenizer": "the tokenizer is the checkpoint's",
     "sleep": "`close` frees the model and a new LLM loads it again",
     "start_profile": "`quickstep bench step --profile` profiles steps",
@@ -312,21 +326,30 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         use_tqdm: bool = True,
         *,
         pooling: Pooling | None = None,
+        input_type: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of one prompt or many: the pooled final hidden states, of length 1.
 
-        `pooling` None uses the pooling of the model's card, else the last token's state.
+        `pooling` None uses the pooling of the model's card, else the last token's state. Before
+        prompts of text goes the card's text for the task `input_type`, such as `query`, else that
+        of its default task.
 
         Raises:
             RequestError: One of the prompts is invalid; then none is served.
             EngineError: The model failed on one.
         """
         sampling = SamplingParams(max_tokens=1)  # no token is sampled
-        how = pooling or self._engine.default_pooling
+        retrieval = self._engine.retrieval
+        if retrieval.refusal:
+            raise RequestError(retrieval.refusal, param="model")
+        how = pooling or retrieval.pooling
 
+        before = prompt_of_task(retrieval, input_type)
         submits = [
             partial(self._engine.stream, Request("", ids, sampling, pooling=how))
-            for ids in [as_token_ids(prompt.token_ids) for prompt in self._tokenized(prompts)]
+            for ids in [
+                as_token_ids(prompt.token_ids) for prompt in self._tokenized(prompts, before)
+            ]
         ]
 
         async def answer(stream: Stream, number: int) -> EmbeddingRequestOutput:
@@ -334,6 +357,124 @@ class LLM(metaclass=_NamesWhatIsAbsent):
 
         with _progress_bar("Embedding", is_wanted=use_tqdm) as show:
             return self._thread.call(_all_answers(submits, answer, show))
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well documents answer a query: of one query with each document, or of as many pairs.
+
+        A model whose files have a pooling compares the two embeddings; another one is asked about
+        the pair, and the score is the probability of "yes" against "no".
+        `truncate_prompt_tokens` shortens documents until a prompt has so many tokens; -1 for as
+        many as the model takes.
+
+        Raises:
+            RequestError: A text is too long, or the model cannot score.
+            EngineError: The model failed on one.
+        """
+        pairs = Pairs(_as_texts(queries), _as_texts(documents), "queries", "documents")
+        engine = self._engine
+        limits = TextLimits(truncate_prompt_tokens)
+        prompts = pair_prompts(engine, pairs, instruction, limits)
+        pooling = pair_pooling(engine.retrieval)
+        sampling = pair_sampling(engine.retrieval)
+        submits = [
+            partial(
+                engine.stream, Request("", tuple(ids), sampling, pooling=pooling, speculation=False)
+            )
+            for ids in prompts
+        ]
+
+        async def answer(stream: Stream, number: int) -> PromptAnswer:
+            return await collect_answer(stream)
+
+        with _progress_bar("Scoring", is_wanted=use_tqdm) as show:
+            answers = self._thread.call(_all_answers(submits, answer, show))
+        scores = pair_scores(engine.retrieval, [answer.delta for answer in answers], pairs)
+        return [
+            ScoringRequestOutput(
+                answer.request_id,
+                ScoringOutput(score),
+                answer.prompt_token_ids,
+                answer.num_cached_tokens,
+                True,
+            )
+            for answer, score in zip(answers[-len(scores) :], scores, strict=True)
+        ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        """The classes of one text or many, of an encoder with a classification head.
+
+        Raises:
+            RequestError: One of the texts is invalid, or the model has no such head.
+            EngineError: The model failed on one.
+        """
+        sampling = SamplingParams(max_tokens=1)  # no token is sampled
+        submits = [
+            partial(
+                self._engine.stream,
+                Request("", as_token_ids(prompt.token_ids), sampling, pooling=Pooling.CLASSES),
+            )
+            for prompt in self._tokenized(prompts)
+        ]
+
+        async def answer(stream: Stream, number: int) -> PromptAnswer:
+            return await collect_answer(stream)
+
+        with _progress_bar("Classifying", is_wanted=use_tqdm) as show:
+            answers = self._thread.call(_all_answers(submits, answer, show))
+        labels = self._engine.retrieval.labels
+        outputs = []
+        for found in answers:
+            probs = class_probabilities(found.delta.embedding or ())
+            label = labels[max(range(len(probs)), key=probs.__getitem__)]
+            outputs.append(
+                ClassificationRequestOutput(
+                    found.request_id,
+                    ClassificationOutput(probs, label),
+                    found.prompt_token_ids,
+                    found.num_cached_tokens,
+                    True,
+                )
+            )
+        return outputs
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[RerankOutput]:
+        """Documents by their scores (see `score`), the best first; the first `top_n` of them.
+
+        Raises:
+            RequestError: As `score`.
+            EngineError: The model failed on one.
+        """
+        outputs = self.score(
+            query,
+            documents,
+            use_tqdm,
+            instruction=instruction,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        scores = [output.outputs.score for output in outputs]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        return [
+            RerankOutput(index, scores[index], documents[index]) for index in order[: top_n or None]
+        ]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
@@ -436,11 +577,15 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         search.start()
         return search
 
-    def _tokenized(self, prompts: Prompt | Sequence[Prompt]) -> list[_TokenizedPrompt]:
-        """Tokenize in the caller's thread, so that other requests continue meanwhile."""
+    def _tokenized(
+        self, prompts: Prompt | Sequence[Prompt], before: str = ""
+    ) -> list[_TokenizedPrompt]:
+        """Tokenize in the caller's thread, so that other requests continue meanwhile; texts get the
+        text `before` them.
+        """
         encode = self._engine.tokenizer.encode
         return [
-            _TokenizedPrompt(prompt, encode(prompt))
+            _TokenizedPrompt(prompt, encode(before + prompt))
             if isinstance(prompt, str)
             else _TokenizedPrompt(None, prompt)
             for prompt in map(_plain_prompt, _as_prompts(prompts))
@@ -623,3 +768,7 @@ def _unknown(name: str) -> str:
         return "trust_remote_code does not exist here: a checkpoint's own code is never run"
     nearest = difflib.get_close_matches(name, option_places(), n=1, cutoff=0.0)[0]
     return f"LLM has no option {name!r}; the nearest is {nearest!r}"
+
+
+def _as_texts(texts: str | Sequence[str]) -> Sequence[str]:
+    return [texts] if isinstance(texts, str) else texts

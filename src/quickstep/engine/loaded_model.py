@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.types import Pooling
+from quickstep.engine.retrieval.card import Retrieval
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -34,7 +34,7 @@ class LoadedModel(msgspec.Struct, frozen=True):
         memory_plan: The use of the memory; None if it was not planned.
         path: The checkpoint's directory or GGUF file; None if there is none.
         grammars: Compiles the grammars of requests; None refuses them.
-        default_pooling: The pooling of embeddings in the model's card.
+        retrieval: How it embeds texts and scores pairs, as its card says.
     """
 
     name: str
@@ -48,4 +48,4 @@ class LoadedModel(msgspec.Struct, frozen=True):
     memory_plan: MemoryPlan | None = None
     path: Path | None = None
     grammars: GrammarCompiler | None = None
-    default_pooling: Pooling = Pooling.LAST
+    retrieval: Retrieval = Retrieval()

@@ -124,6 +124,61 @@ class EmbeddingRequestOutput(msgspec.Struct, frozen=True):
     finished: bool
 
 
+class ScoringOutput(msgspec.Struct, frozen=True):
+    """How well a document answers a query: from 0 to 1, or a cosine from -1 to 1."""
+
+    score: float
+
+
+class ScoringRequestOutput(msgspec.Struct, frozen=True):
+    """The score of one pair."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finished: bool
+
+
+class ClassificationOutput(msgspec.Struct, frozen=True):
+    """The probabilities of the classes, which `label` is the likeliest of."""
+
+    probs: tuple[float, ...]
+    label: str
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+class ClassificationRequestOutput(msgspec.Struct, frozen=True):
+    """The classes of one text."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finished: bool
+
+
+class RerankOutput(msgspec.Struct, frozen=True):
+    """A document of `LLM.rerank`, by its index."""
+
+    index: int
+    relevance_score: float
+    document: str
+
+
+class PromptAnswer(msgspec.Struct, frozen=True):
+    """The answer of a request that has only one; `delta` has it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    delta: Delta
+    num_cached_tokens: int
+
+
 class _Collected:
     """One sequence's deltas so far."""
 
@@ -184,22 +239,36 @@ async def collect(
     )
 
 
-async def collect_embedding(stream: Stream) -> EmbeddingRequestOutput:
-    """Read the one delta of a request with `pooling`.
+async def collect_answer(stream: Stream) -> PromptAnswer:
+    """Read the one answer of a prompt: its embedding, or the logprobs of one token.
 
     Raises:
         EngineError: The model failed, or the engine was stopped.
     """
     last: Delta | None = None
+    found: Delta | None = None
     async for delta in stream:
         last = delta
-    if last is None or last.embedding is None:
-        raise EngineError(last.error if last and last.error else "the prompt was not embedded")
-    return EmbeddingRequestOutput(
+        if delta.embedding is not None or delta.logprobs:
+            found = delta
+    if last is None or found is None or last.error:
+        raise EngineError(last.error if last and last.error else "the prompt was not computed")
+    return PromptAnswer(
         request_id=stream.request_id,
-        outputs=EmbeddingOutput(last.embedding),
         prompt_token_ids=stream.prompt_token_ids,
+        delta=found,
         num_cached_tokens=last.timings.num_cached_tokens if last.timings else 0,
+    )
+
+
+async def collect_embedding(stream: Stream) -> EmbeddingRequestOutput:
+    """Read the answer of a request with `pooling`. Raises EngineError."""
+    answer = await collect_answer(stream)
+    return EmbeddingRequestOutput(
+        request_id=answer.request_id,
+        outputs=EmbeddingOutput(answer.delta.embedding or ()),
+        prompt_token_ids=answer.prompt_token_ids,
+        num_cached_tokens=answer.num_cached_tokens,
         finished=True,
     )
 

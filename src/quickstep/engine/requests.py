@@ -16,8 +16,9 @@ from collections.abc import Container, Iterable, Sequence
 
 from msgspec import structs
 
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.errors import PromptTooLong, RequestError
-from quickstep.types import Request, SamplingParams
+from quickstep.types import Pooling, Request, SamplingParams
 
 # seeds stay below 2^53, so that every JSON reader gets them exactly
 _SEED_BITS = 53
@@ -43,6 +44,7 @@ class RequestIntake:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        retrieval: Retrieval,
     ) -> Request:
         """Check a request. Returns it with its id, its seed and the model's end tokens.
 
@@ -50,6 +52,7 @@ class RequestIntake:
             RequestError: The model cannot serve it, or its id is in use.
         """
         check_request(request, vocab_size, max_model_len, eos_token_ids)
+        _check_kind(request, retrieval)
         name = request.request_id or self._free_id()
         if name in self._live:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
@@ -78,6 +81,17 @@ def check_request(
     _check_sampling(request.sampling, vocab_size, eos_token_ids)
     if request.resumed:
         _check_resumed(request, vocab_size)
+
+
+def _check_kind(request: Request, retrieval: Retrieval) -> None:
+    """Raise RequestError for what this kind of model does not give."""
+    if retrieval.is_encoder and request.pooling is None:
+        raise RequestError(
+            "the model is an encoder: it embeds texts and generates none; use /v1/embeddings",
+            param="model",
+        )
+    if request.pooling is Pooling.CLASSES and not retrieval.labels:
+        raise RequestError("the model has no classification head", param="model")
 
 
 def _check_numbers(request: Request) -> None:

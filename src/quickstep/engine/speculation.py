@@ -197,11 +197,12 @@ class FoundDraft(msgspec.Struct, frozen=True):
 
 def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
     """Find and check a draft model; `scratch_bytes` are those of its ops. Raises ConfigError."""
-    from quickstep.model.checkpoint.placement import choose_dtype
+    from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization
     from quickstep.model.spec import read_spec
+    from quickstep.ops.tensors import CPU
 
     checkpoint = find_checkpoint(load)
     spec = read_spec(checkpoint.path)
@@ -213,7 +214,10 @@ def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
     dtype = choose_dtype(load.dtype, spec, open_checkpoint_files(checkpoint.path))
     weights = open_weights(checkpoint.path, spec)
     check_requantization(weights, load.quantization)
-    held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
+    held_bytes = None
+    if weights.quantized:
+        on_gpu = choose_device(load.device) != CPU
+        held_bytes = weights.held_bytes(dtype.itemsize, holds_float8=on_gpu)
     elements = ElementBytes(dtype.itemsize, scratch_bytes, load.quantization, weights=held_bytes)
     return FoundDraft(load, checkpoint, spec, DraftSizes(spec, elements))
 
@@ -233,7 +237,6 @@ def load_draft(
     Raises:
         ConfigError: The checkpoint is broken, or has another vocabulary.
     """
-    from quickstep.model.checkpoint.weights import open_weights
     from quickstep.model.loader import load_model, reason_for_torch
     from quickstep.ops.torch_import import require_torch
     from quickstep.runtime.cache.kv_cache import allocate_kv
@@ -248,7 +251,7 @@ def load_draft(
         )
     why_torch = "--enforce-eager"
     if not enforce_eager:
-        why_torch = reason_for_torch(open_weights(checkpoint.path, spec), ops, found.load)
+        why_torch = reason_for_torch(ops, found.load)
     if why_torch:
         require_torch(f"{why_torch} of the draft model")
     vocabulary = None

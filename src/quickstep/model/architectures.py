@@ -18,11 +18,13 @@ from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
+    LatentSpec,
     MoESpec,
     NormPlacement,
     QKNorm,
     TensorNaming,
 )
+from quickstep.model.rope_spec import rope_parameters, yarn_scale
 
 
 def _head_scale(fields: ConfigFields, head_size: int) -> float:
@@ -40,7 +42,23 @@ def _granite_scale(fields: ConfigFields, head_size: int) -> float:
     return fields.number("attention_multiplier")
 
 
+def _latent_scale(fields: ConfigFields, head_size: int) -> float:
+    """Of DeepSeek: times the square of YaRN's scale, if `mscale_all_dim` is set."""
+    parameters = rope_parameters(fields)
+    factor, multiplier = parameters.get("factor"), parameters.get("mscale_all_dim")
+    is_scaled = (parameters.get("rope_type") or parameters.get("type")) not in (None, "default")
+    scale = 1.0
+    if is_scaled and isinstance(factor, (int, float)) and isinstance(multiplier, (int, float)):
+        scale = yarn_scale(factor, multiplier)
+    return scale * scale / math.sqrt(head_size)
+
+
 def _no_experts(fields: ConfigFields) -> MoESpec | None:
+    del fields
+    return None
+
+
+def _no_latents(fields: ConfigFields) -> LatentSpec | None:
     del fields
     return None
 
@@ -73,6 +91,7 @@ class Architecture(msgspec.Struct, frozen=True):
         width: Reads the width of the feed-forward part.
         attention_gate: `ModelSpec.attention_gate`.
         norm_eps_key: The config key of the norms' epsilon.
+        latent: Reads the sizes of attention over latents.
     """
 
     defaults: Mapping[str, object]
@@ -101,6 +120,7 @@ class Architecture(msgspec.Struct, frozen=True):
     attention_gate: bool = False
     norm_eps_key: str = "rms_norm_eps"
     naming: TensorNaming = STANDARD_NAMING
+    latent: Callable[[ConfigFields], LatentSpec | None] = _no_latents
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -446,6 +466,149 @@ _QWEN3_5 = Architecture(
     ),
 )
 
+_GRANITE_HYBRID = Architecture(
+    defaults=_defaults(
+        max_position_embeddings=2048,
+        num_local_experts=0,
+        shared_intermediate_size=1024,
+        mamba_n_heads=128,
+        mamba_n_groups=1,
+        mamba_d_state=256,
+        mamba_d_head="auto",
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        **_GRANITE_MULTIPLIERS,
+    ),
+    neutral=MappingProxyType({"normalization_function": "rmsnorm", "init_method": "mup"}),
+    bias_key="attention_bias",
+    multipliers=True,
+    scale=_granite_scale,
+    windows=patterns.no_windows,
+    mixers=patterns.mamba_mixers,
+    ropes=patterns.granite_hybrid_ropes,
+    width=patterns.granite_hybrid_width,
+    naming=TensorNaming(
+        fused_gate_up=True,
+        renames=(
+            (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
+            (".shared_mlp.output_linear.", ".mlp.down_proj."),
+            (".mamba.", ".linear_attn."),
+        ),
+    ),
+)
+
+_LATENT_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+    }
+)
+
+_DEEPSEEK_V2 = Architecture(
+    defaults=_defaults(
+        **_LATENT_SIZES,
+        max_position_embeddings=2048,
+        moe_intermediate_size=1407,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        routed_scaling_factor=1.0,
+        first_k_dense_replace=0,
+        topk_method="greedy",
+    ),
+    neutral=MappingProxyType({"moe_layer_freq": 1}),
+    scale=_latent_scale,
+    ropes=patterns.latent_ropes,
+    experts=patterns.deepseek_v2_experts,
+    sparse=patterns.glm_sparse,
+    latent=patterns.latent_attention,
+)
+
+_DEEPSEEK_V3 = Architecture(
+    defaults=_defaults(
+        **_LATENT_SIZES,
+        max_position_embeddings=4096,
+        moe_intermediate_size=2048,
+        num_experts_per_tok=8,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        norm_topk_prob=True,
+    ),
+    neutral=MappingProxyType({"moe_layer_freq": 1}),
+    scale=_latent_scale,
+    ropes=patterns.latent_ropes,
+    experts=patterns.deepseek_experts,
+    sparse=patterns.glm_sparse,
+    latent=patterns.latent_attention,
+)
+
+_DEEPSEEK_V32 = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    defaults=MappingProxyType(
+        {**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163_840, "index_topk": 2048}
+    ),
+    windows=patterns.indexed_attention,
+    sparse=patterns.listed_sparse,
+    naming=TensorNaming(ignored_module="indexer"),
+)
+
+_GLM_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202_752,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+)
+
+_GLM4_MOE_LITE = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    defaults=MappingProxyType(
+        {
+            **_DEEPSEEK_V3.defaults,
+            **_GLM_SIZES,
+            "q_lora_rank": 768,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        }
+    ),
+    sparse=patterns.listed_sparse,
+)
+
+_GLM_MOE_DSA = msgspec.structs.replace(
+    _DEEPSEEK_V32,
+    defaults=MappingProxyType({**_DEEPSEEK_V32.defaults, **_GLM_SIZES, "q_lora_rank": 2048}),
+)
+
+_YOUTU = Architecture(
+    defaults=_defaults(**_LATENT_SIZES, max_position_embeddings=131_072, tie_word_embeddings=True),
+    scale=_latent_scale,
+    ropes=patterns.latent_ropes,
+    latent=patterns.latent_attention,
+)
+
+_KIMI_K25 = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    naming=TensorNaming(
+        prefixes=("language_model.model.", "model.language_model."),
+        heads=("language_model.lm_head.weight", "lm_head.weight"),
+        ignored=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+    ),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -466,8 +629,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "Lfm2ForCausalLM": _LFM2,
+        "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
         "Qwen3_5ForCausalLM": _QWEN3_5,
         "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+        "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+        "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+        "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+        "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
+        "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
+        "KimiK25ForConditionalGeneration": _KIMI_K25,
+        "YoutuForCausalLM": _YOUTU,
     }
 )
 
@@ -492,7 +663,16 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "lfm2": "Lfm2ForCausalLM",
+        "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "kimi_k2": "DeepseekV3ForCausalLM",
+        "deepseek_v32": "DeepseekV32ForCausalLM",
+        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+        "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+        "kimi_k25": "KimiK25ForConditionalGeneration",
+        "youtu": "YoutuForCausalLM",
     }
 )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
@@ -56,9 +55,9 @@ class ChosenRows:
             return matrix.rows(torch.cat([torch.arange(part.start, part.stop) for part in rows]))
         return taken_rows(matrix, rows)
 
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
         """The rows of a matrix in its files."""
-        matrix = self._source.stored(names)
+        matrix = self._source.stored(names, floating=floating)
         rows = self._rows(names)
         return matrix if matrix is None or rows is None else stored_rows(matrix, rows)
 
@@ -122,24 +121,22 @@ def taken_rows(tensor: TensorT, rows: Sequence[range]) -> TensorT:
 
 def stored_rows(matrix: StoredMatrix, rows: Sequence[range]) -> StoredMatrix:
     """Some rows of a matrix in its files, in this order."""
-    scales = matrix.scales
-    if scales is not None:
-        import torch
-
-        scales = torch.cat([scales[part.start : part.stop] for part in rows])
     parts = tuple(piece for part in rows for piece in _pieces(matrix, part))
-    return replace(matrix, parts=parts, scales=scales)
+    return replace(matrix, parts=parts)
 
 
 def _pieces(matrix: StoredMatrix, rows: range) -> Iterator[StoredRows]:
     """Where the files hold these rows."""
     first = 0
     for part in matrix.parts:
-        kind = part.kind or matrix.kind
-        elements, num_bytes = (1, 1) if kind == "I8" else BLOCKS[kind]
-        row_bytes = matrix.num_inputs // elements * num_bytes
         start, stop = max(rows.start, first), min(rows.stop, first + part.num_rows)
         if start < stop:
-            offset = part.offset + (start - first) * row_bytes
-            yield replace(part, offset=offset, num_rows=stop - start)
+            own = slice(start - first, stop - first)
+            yield replace(
+                part,
+                first_row=part.first_row + own.start,
+                num_rows=stop - start,
+                scales=None if part.scales is None else part.scales[own],
+                zeros=None if part.zeros is None else part.zeros[own],
+            )
         first += part.num_rows

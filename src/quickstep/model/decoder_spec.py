@@ -9,10 +9,12 @@ to be harmless is an error: nothing in a config is silently ignored.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import msgspec
 
+from quickstep.model.encoders.encoder_spec import EncoderSpec
 from quickstep.model.rope_spec import RopeSpec
 
 
@@ -46,6 +48,7 @@ class MoESpec(msgspec.Struct, frozen=True):
         selection_bias: Experts are chosen by their share and a number of their own.
         num_groups, groups_per_token: Experts of so many groups, of as many as there are, are chosen
             among (`ops.table.RoutingRule`).
+        counted_per_group: Groups are chosen by the sum of so many best experts: 1 or 2.
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
     """
@@ -61,6 +64,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     groups_per_token: int = 1
     weight_scale: float = 1.0
     shared_width: int = 0
+    counted_per_group: int = 2
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -116,7 +120,7 @@ class ShortConv(msgspec.Struct, frozen=True, tag=True):
         return self.num_channels
 
     @property
-    def state_size(self) -> StateSize:
+    def kept(self) -> StateSize:
         """The gated inputs of the tokens before."""
         return StateSize(self.num_channels, self.width - 1)
 
@@ -163,14 +167,62 @@ class GatedDelta(msgspec.Struct, frozen=True, tag=True):
         return self.num_values
 
     @property
-    def state_size(self) -> StateSize:
+    def kept(self) -> StateSize:
         """The convolution's inputs of the tokens before, and a matrix for each value head."""
         heads = self.num_value_heads
         matrix = heads * self.key_size * self.value_size
         return StateSize(self.num_channels, self.width - 1, matrix, 2 * heads)
 
 
-StateMixer = ShortConv | GatedDelta
+class Mamba2(msgspec.Struct, frozen=True, tag=True):
+    """Mamba-2 (arXiv:2405.21060), as in Granite 4 and Bamba.
+
+    A head's state is a matrix from keys B to values, which decays by the token's time step. Heads
+    share keys and queries C in turn, in groups of equal size.
+
+    Attributes:
+        state_size: Elements of a key.
+        width: Tokens that the convolution over values, keys and queries sees.
+        bias: The projections have one.
+        conv_bias: The convolution has one.
+        has_norm: The outputs of a group are normed.
+        least_step, most_step: Limits of the time step.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    width: int
+    bias: bool = False
+    conv_bias: bool = True
+    has_norm: bool = True
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns: its values, over all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of values, keys and queries."""
+        return self.num_outputs + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads: gates, channels, time steps."""
+        return self.num_outputs + self.num_channels + self.num_heads
+
+    @property
+    def kept(self) -> StateSize:
+        """The convolution's inputs of the tokens before, and a matrix for each head."""
+        matrix = self.num_outputs * self.state_size
+        return StateSize(self.num_channels, self.width - 1, matrix, self.num_heads)
+
+
+StateMixer = ShortConv | GatedDelta | Mamba2
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -190,10 +242,50 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class KVSize(msgspec.Struct, frozen=True):
-    """What a token adds to the cache of a layer: K and V of `num_kv_heads` heads each."""
+    """What a token adds to the cache of a layer: K and V of `num_kv_heads` heads each.
+
+    Without `has_values` there is no V: it is the beginning of each K (`LatentSpec`).
+    """
 
     num_kv_heads: int
     head_size: int
+    has_values: bool = True
+
+    @property
+    def num_tensors(self) -> int:
+        """K and V, or K."""
+        return 1 + self.has_values
+
+
+class LatentSpec(msgspec.Struct, frozen=True):
+    """Attention over latents: of a token one vector is kept, of which each head's keys and values
+    are products (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+        rank: Elements of the vector (`kv_lora_rank`).
+        rope_size: Rotated elements of a key, the same for all heads, kept after the vector
+            (`qk_rope_head_dim`).
+        nope_size: The other elements of a head's key (`qk_nope_head_dim`).
+        value_size: Elements of a head's value (`v_head_dim`).
+        query_rank: Elements of the vector of which queries are products (`q_lora_rank`); None for
+            queries that are products of the hidden state.
+        interleaved: Pairs of neighbours are rotated, not halves.
+        num_indexed: Of more positions than so many, the model's indexer chooses those that are
+            attended to (DeepSeek V3.2), which is not computed; None without an indexer.
+    """
+
+    rank: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    query_rank: int | None
+    interleaved: bool = True
+    num_indexed: int | None = None
+
+    @property
+    def kept_size(self) -> int:
+        """Elements that the cache keeps of a token."""
+        return self.rank + self.rope_size
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -228,6 +320,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
         renames: Parts of the files' tensor names, and what they are in the standard names.
+        ignored_module: A module of a layer that is not computed.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -242,6 +335,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
     shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    ignored_module: str | None = None
 
 
 STANDARD_NAMING = TensorNaming()
@@ -266,7 +360,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     Attributes:
         architecture: The `architectures` entry of the config, `LlamaForCausalLM`.
-        native: Run by `decoder.py`; False runs through the `transformers` fallback.
+        native: Run by `decoder.py`; False runs through `encoders`, or the `transformers` fallback.
+        encoder: What an encoder has in addition; None for a decoder.
         num_layers, num_heads, num_kv_heads, head_size, hidden_size, intermediate_size, vocab_size:
             The usual sizes; `num_heads` H, `num_kv_heads` K, `head_size` D, `vocab_size` V.
         max_model_len: Longest sequence that the positions allow, RoPE scaling included.
@@ -285,6 +380,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
         attention_gate: What attention returns is multiplied by the sigmoid of a gate for each
             element, which the query projection computes, too.
+        latent: Attention over latents; `head_size` is that of a query, and `num_kv_heads` is 1.
     """
 
     architecture: str
@@ -322,15 +418,35 @@ class ModelSpec(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
     attention_gate: bool = False
+    encoder: EncoderSpec | None = None
+    latent: LatentSpec | None = None
 
     @property
     def kv_size(self) -> KVSize:
         """What attention keeps of a token in one layer."""
+        if self.latent is not None:
+            return KVSize(1, self.latent.kept_size, has_values=False)
         return KVSize(self.num_kv_heads, self.head_size)
 
     @property
+    def value_size(self) -> int:
+        """Elements of a head's value."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def pair_size(self) -> int:
+        """Products of a query head and a position: of q·k, and of the weighted sum of values."""
+        if self.latent is not None:
+            return self.latent.kept_size + self.latent.rank
+        return 2 * self.head_size
+
+    @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token: one group of those that have attention."""
+        """The layers by what they keep of a token: one group of those that have attention; none in
+        an encoder, whose texts are computed in one step.
+        """
+        if self.encoder is not None:
+            return ()
         size = self.kv_size
         return kv_groups([None if layer.state_mixer else size for layer in self.layers])
 
@@ -338,4 +454,4 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def state_sizes(self) -> tuple[StateSize, ...]:
         """What each layer without attention keeps of a sequence, in ascending order."""
         mixers = [layer.state_mixer for layer in self.layers]
-        return tuple([mixer.state_size for mixer in mixers if mixer is not None])
+        return tuple([mixer.kept for mixer in mixers if mixer is not None])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.ops.table import DeltaWeights, ExpertWeights, ShortConvWeights
+from quickstep.ops.table import DeltaWeights, ExpertWeights, MambaWeights, ShortConvWeights
 from quickstep.ops.tensors import AnyTensor
-from quickstep.ops.weights import LinearWeight
+from quickstep.ops.weights import HeadWeight, LinearWeight
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
@@ -20,6 +20,38 @@ class AttentionWeights(msgspec.Struct, frozen=True):
     q_norm: AnyTensor | None
     k_norm: AnyTensor | None
     sinks: AnyTensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrices."""
+        return self.qkv.nbytes + self.o_proj.nbytes
+
+
+class LatentWeights(msgspec.Struct, frozen=True):
+    """Of attention over latents (`LatentSpec`), by their names in a checkpoint.
+
+    Attributes:
+        qkv_a: hidden -> the vector of queries, or without one the queries of all heads, then the
+            vector and the rotated part that are kept.
+        q_a_layernorm, q_b: Of the vector of queries: its norm, and the product to the queries.
+        kv_a_layernorm: Of the vector that is kept.
+        k_b, v_b: `kv_b_proj` by heads: nope_size -> rank, transposed, and rank -> value_size.
+        o_proj: Values of all heads -> hidden.
+    """
+
+    qkv_a: LinearWeight
+    q_a_layernorm: AnyTensor | None
+    q_b: LinearWeight | None
+    kv_a_layernorm: AnyTensor
+    k_b: HeadWeight
+    v_b: HeadWeight
+    o_proj: LinearWeight
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrices."""
+        query = 0 if self.q_b is None else self.q_b.nbytes
+        return query + self.qkv_a.nbytes + self.k_b.nbytes + self.v_b.nbytes + self.o_proj.nbytes
 
 
 class ShortConvLayerWeights(msgspec.Struct, frozen=True):
@@ -36,6 +68,17 @@ class GatedDeltaWeights(msgspec.Struct, frozen=True):
     in_proj: LinearWeight
     delta: DeltaWeights
     out_proj: LinearWeight
+
+
+class Mamba2Weights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> what `ops.table.Mamba2Op` takes; out_proj: values -> hidden."""
+
+    in_proj: LinearWeight
+    mamba: MambaWeights
+    out_proj: LinearWeight
+
+
+StateMixerWeights = ShortConvLayerWeights | GatedDeltaWeights | Mamba2Weights
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
@@ -61,7 +104,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     """
 
-    mixer: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights
+    mixer: AttentionWeights | LatentWeights | StateMixerWeights
     mlp: MLPWeights | MoEWeights
     input_layernorm: AnyTensor | None
     post_attention_layernorm: AnyTensor | None

@@ -6,13 +6,22 @@ architecture uses. Standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
-from quickstep.model.decoder_spec import GatedDelta, LayerSpec, MoESpec, ShortConv, StateMixer
+from quickstep.model.decoder_spec import (
+    GatedDelta,
+    LatentSpec,
+    LayerSpec,
+    Mamba2,
+    MoESpec,
+    ShortConv,
+    StateMixer,
+)
 from quickstep.model.rope_spec import (
     RopeKind,
     RopeSpec,
@@ -103,6 +112,56 @@ def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
             f"multiple of {delta.num_key_heads} key heads"
         )
     return _by_type(fields, listed, num_layers, {"linear_attention": delta, "full_attention": None})
+
+
+def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Mamba-2 but for the layers of attention in `layer_types` (Granite 4)."""
+    listed = fields.sequence("layer_types") or fields.sequence("layers_block_type")
+    fields.sequence("layers_block_type")
+    num_heads, expand = fields.integer("mamba_n_heads"), fields.integer("mamba_expand")
+    values = expand * fields.integer("hidden_size")
+    head_size = fields.value("mamba_d_head")
+    if values % num_heads or head_size not in ("auto", values // num_heads):
+        raise ConfigError(
+            f"{fields.source} has {num_heads} heads of mamba_d_head {head_size} for {values} values"
+        )
+    limits = fields.sequence("time_step_limit") or (0.0, math.inf)
+    # JSON has no infinity, which transformers writes as an object
+    least, most = (limit if isinstance(limit, (int, float)) else math.inf for limit in limits)
+    mamba = Mamba2(
+        num_heads=num_heads,
+        head_size=values // num_heads,
+        num_groups=fields.integer("mamba_n_groups"),
+        state_size=fields.integer("mamba_d_state"),
+        width=fields.integer("mamba_d_conv"),
+        bias=fields.flag("mamba_proj_bias"),
+        conv_bias=fields.flag("mamba_conv_bias"),
+        least_step=float(least),
+        most_step=float(most),
+    )
+    fields.optional_integer("mamba_chunk_size")  # of a kernel, not of the result
+    kinds = {"linear_attention": mamba, "mamba": mamba, "full_attention": None, "attention": None}
+    return _by_type(fields, listed or ["mamba"] * num_layers, num_layers, kinds)
+
+
+def granite_hybrid_width(fields: ConfigFields) -> int:
+    """That of the MLP, which is an expert of all tokens in models that have others."""
+    if fields.optional_integer("num_local_experts"):
+        raise ConfigError(
+            f"{fields.source} has {fields.integer('num_local_experts')} experts next to Mamba "
+            "layers, which is not supported; choose a dense model of the family"
+        )
+    for key in ("intermediate_size", "num_experts_per_tok"):
+        fields.optional_integer(key)
+    return fields.integer("shared_intermediate_size")
+
+
+def granite_hybrid_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Positions are left out, unless `position_embedding_type` is `rope` (Granite 4)."""
+    rotated = one_rope(fields, num_layers, head_size)
+    if fields.text("position_embedding_type") == "rope":
+        return rotated
+    return Ropes((), (None,) * num_layers, rotated.max_model_len)
 
 
 def _by_type(
@@ -321,11 +380,7 @@ def glm_experts(fields: ConfigFields) -> MoESpec:
     count = fields.optional_integer("num_local_experts") or fields.integer("n_routed_experts")
     width = fields.integer("moe_intermediate_size")
     groups, of_token = fields.integer("n_group"), fields.integer("topk_group")
-    if groups < 1 or count % groups or not 1 <= of_token <= groups:
-        raise ConfigError(
-            f"{fields.source} has {count} experts in {groups} groups, of which a token has "
-            f"{of_token}; the groups must be of equal size"
-        )
+    groups, of_token = _checked_groups(fields, count, groups, of_token)
     return MoESpec(
         num_experts=count,
         experts_per_token=fields.integer("num_experts_per_tok"),
@@ -338,6 +393,17 @@ def glm_experts(fields: ConfigFields) -> MoESpec:
         weight_scale=fields.number("routed_scaling_factor"),
         shared_width=width * fields.integer("n_shared_experts"),
     )
+
+
+def _checked_groups(
+    fields: ConfigFields, count: int, groups: int, of_token: int
+) -> tuple[int, int]:
+    if groups < 1 or count % groups or not 1 <= of_token <= groups:
+        raise ConfigError(
+            f"{fields.source} has {count} experts in {groups} groups, of which a token has "
+            f"{of_token}; the groups must be of equal size"
+        )
+    return groups, of_token
 
 
 def olmoe_experts(fields: ConfigFields) -> MoESpec:
@@ -377,7 +443,7 @@ def all_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 def glm_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """All but the first `first_k_dense_replace` layers."""
     fields.optional_integer("num_nextn_predict_layers")  # after the last one, not computed
-    first = fields.integer("first_k_dense_replace")
+    first = fields.optional_integer("first_k_dense_replace") or 0
     return tuple(index >= first for index in range(num_layers))
 
 
@@ -386,3 +452,114 @@ def qwen_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     step = fields.integer("decoder_sparse_step")
     dense = set(fields.sequence("mlp_only_layers") or ())
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def latent_attention(fields: ConfigFields) -> LatentSpec:
+    """DeepSeek's; `head_dim` and `num_key_value_heads` in its files say nothing more."""
+    sizes = LatentSpec(
+        rank=fields.integer("kv_lora_rank"),
+        rope_size=fields.integer("qk_rope_head_dim"),
+        nope_size=fields.integer("qk_nope_head_dim"),
+        value_size=fields.integer("v_head_dim"),
+        query_rank=fields.optional_integer("q_lora_rank"),
+        interleaved=fields.flag("rope_interleave"),
+        num_indexed=fields.optional_integer("index_topk"),
+    )
+    of_query, sum_of_parts = (
+        fields.optional_integer("qk_head_dim"),
+        sizes.nope_size + sizes.rope_size,
+    )
+    if of_query not in (None, sum_of_parts):
+        raise ConfigError(
+            f"{fields.source} sets qk_head_dim to {of_query}; qk_nope_head_dim and "
+            f"qk_rope_head_dim are {sum_of_parts} together"
+        )
+    return sizes
+
+
+def latent_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`, of the part of a head that is rotated; no more positions than an indexer would
+    choose among.
+    """
+    del head_size
+    ropes = one_rope(fields, num_layers, fields.integer("qk_rope_head_dim"))
+    num_indexed = fields.optional_integer("index_topk")
+    if num_indexed is None:
+        return ropes
+    return Ropes(ropes.specs, ropes.of_layer, min(ropes.max_model_len, num_indexed))
+
+
+def indexed_attention(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every layer attends to the positions that an indexer chooses: to all, as long as there are
+    not more of them.
+    """
+    for name in ("index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern"):
+        fields.value(name)
+    for name in ("index_skip_topk_offset", "indexer_types", "indexer_rope_interleave"):
+        fields.value(name)
+    unknown = {"sliding_attention"} & set(fields.sequence("layer_types") or ())
+    if unknown:
+        raise ConfigError(f"{fields.source} has layers with windows, which need another mixer")
+    return (None,) * num_layers
+
+
+def listed_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """By `mlp_layer_types`, or all but the first `first_k_dense_replace` layers."""
+    types = fields.sequence("mlp_layer_types")
+    after = glm_sparse(fields, num_layers)
+    if types is None:
+        return after
+    if len(types) != num_layers or not {"dense", "sparse"}.issuperset(types):
+        raise ConfigError(
+            f"{fields.source} has {len(types)} mlp_layer_types for {num_layers} layers; each is "
+            "'dense' or 'sparse'"
+        )
+    return tuple(kind == "sparse" for kind in types)
+
+
+def deepseek_experts(fields: ConfigFields) -> MoESpec:
+    """DeepSeek-V3's: GLM's, which are of it."""
+    _only(fields, "topk_method", "noaux_tc")
+    _only(fields, "scoring_func", "sigmoid")
+    _read_training_keys(fields)
+    return glm_experts(fields)
+
+
+def deepseek_v2_experts(fields: ConfigFields) -> MoESpec:
+    """Weights of a softmax, not normalised; the best groups are those of the best experts."""
+    method = fields.text("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(
+            f"{fields.source} sets 'topk_method' to {method!r}; supported are 'greedy' and "
+            "'group_limited_greedy'"
+        )
+    _only(fields, "scoring_func", "softmax")
+    _read_training_keys(fields)
+    count, width = fields.integer("n_routed_experts"), fields.integer("moe_intermediate_size")
+    groups, of_token = fields.optional_integer("n_group"), fields.optional_integer("topk_group")
+    if method == "greedy":
+        groups = of_token = 1
+    groups, of_token = _checked_groups(fields, count, groups or 1, of_token or 1)
+    return MoESpec(
+        num_experts=count,
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=width,
+        normalise=False,
+        num_groups=groups,
+        groups_per_token=of_token,
+        counted_per_group=1,
+        weight_scale=fields.number("routed_scaling_factor"),
+        shared_width=width * fields.integer("n_shared_experts"),
+    )
+
+
+def _only(fields: ConfigFields, name: str, supported: str) -> None:
+    value = fields.text(name)
+    if value not in ("", supported):
+        raise ConfigError(f"{fields.source} sets {name!r} to {value!r}; supported is {supported!r}")
+
+
+def _read_training_keys(fields: ConfigFields) -> None:
+    """Where experts were, and what balanced them, in training."""
+    for name in ("ep_size", "aux_loss_alpha", "seq_aux"):
+        fields.value(name)

@@ -24,7 +24,12 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorReader,
     TensorSource,
 )
-from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER, layer_norms
+from quickstep.model.checkpoint.tensor_schema import (
+    DELTA_PROJECTIONS,
+    LATENT_HEADS,
+    STATE_MIXER,
+    layer_norms,
+)
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
     DecoderNames,
@@ -33,15 +38,26 @@ from quickstep.model.checkpoint.weights import (
 )
 from quickstep.model.chosen_rows import GatesAfterQueries
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm, ShortConv, StateMixer
+from quickstep.model.decoder_spec import (
+    LatentSpec,
+    LayerSpec,
+    Mamba2,
+    ModelSpec,
+    QKNorm,
+    ShortConv,
+    StateMixer,
+)
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
+    LatentWeights,
     LayerWeights,
+    Mamba2Weights,
     MLPWeights,
     MoEWeights,
     ShortConvLayerWeights,
+    StateMixerWeights,
 )
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -51,7 +67,13 @@ from quickstep.model.rope import make_rope_table
 from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
 from quickstep.model.stages import Stage
-from quickstep.ops.table import DeltaWeights, ExpertWeights, OpTable, ShortConvWeights
+from quickstep.ops.table import (
+    DeltaWeights,
+    ExpertWeights,
+    MambaWeights,
+    OpTable,
+    ShortConvWeights,
+)
 from quickstep.ops.tensors import (
     CPU,
     AnyTensor,
@@ -120,6 +142,18 @@ def _load_model(
         positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
     settings = (str(dtype), ops.name, positions, load.quantization or "")
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
+    if spec.encoder is not None:
+        # Imported here: it computes with torch.
+        from quickstep.model.encoders.encoder import load_encoder
+
+        if load.quantization is not None:
+            raise ConfigError(
+                f"--quantization is {load.quantization}, but {spec.architecture} is an encoder, "
+                "whose weights stay as they are; leave the option out"
+            )
+        placement = (torch_device(device), torch_dtype(dtype))
+        sizes = placement, max_model_len
+        return load_encoder(files, spec, ops, *sizes, fingerprint, progress)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
         require_torch(f"{spec.architecture}, which runs through transformers,")
@@ -133,6 +167,11 @@ def _load_model(
             )
         placement = (torch_device(device), torch_dtype(dtype))
         return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint.result())
+    if spec.latent is not None and ops.latent is None:
+        raise ConfigError(
+            f"{spec.architecture} has attention over latents, which the kernels {ops.name!r} do "
+            "not compute; choose --device cpu, or --kernels reference, which is slow"
+        )
     weights = open_weights(checkpoint.path, spec)
     check_requantization(weights, load.quantization)
 
@@ -147,7 +186,7 @@ def _load_model(
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
-    names, part = weights.names, (shard, stage)
+    names, part = weights.loaded_names(), (shard, stage)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, *part)
 
 
@@ -172,20 +211,17 @@ def without_layers(checkpoint: Checkpoint, model: Decoder, load: LoadConfig) -> 
         )
         stored = _open_source(weights, *_places(dtype, device, on_host), None)
         source = quantizing(stored, load.quantization, weights.names, ops)
-        outer = _Packing(model.spec, ops, source, Stage()).outer(weights.names)
+        outer = _Packing(model.spec, ops, source, Stage()).outer(weights.loaded_names())
     complete = DecoderWeights(outer[0], (), norm, outer[1])
     return Decoder(model.spec, complete, (), ops, model.max_model_len, model.fingerprint)
 
 
-def reason_for_torch(
-    weights: CheckpointWeights, ops: OpTable, load: LoadConfig, kv_dtype: str = "auto"
-) -> str:
+def reason_for_torch(ops: OpTable, load: LoadConfig, kv_dtype: str = "auto") -> str:
     """Why a native checkpoint can be loaded or run with torch only; "" if torch is not needed.
 
     Without torch, each matrix goes from its file into packed memory in one native call, and the
     steps of the model are captured.
     """
-    spec, names = weights.spec, weights.names
     if choose_device(load.device) != CPU:
         return f"--device {load.device}"
     if ops.load_linear is None or ops.steps is None:
@@ -194,15 +230,6 @@ def reason_for_torch(
         return "--quantization fp8"
     if kv_dtype == "fp8":
         return "--kv-cache-dtype fp8"
-    if weights.experts is not None:
-        return f"{spec.architecture}, whose files hold the experts of a layer as one tensor,"
-    storage = weights.storage
-    if storage is not None and storage.name != "gguf":
-        return f"a checkpoint in the format {storage.name}"
-    if spec.tied and names.head_stored and (load.quantization is not None or storage is not None):
-        # two copies of one matrix are compared as they are rounded or decoded
-        how = f"--quantization {load.quantization}" if storage is None else storage.name
-        return f"{how} of a tied model that stores its lm_head"
     return ""
 
 
@@ -227,7 +254,7 @@ def _open_source(
     total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored())
     reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
     if weights.experts is not None:
-        # Imported here: it needs torch.
+        # Imported here: few checkpoints need it.
         from quickstep.model.formats.fused_experts_source import FusedExpertsSource
 
         return FusedExpertsSource(reader, weights.experts)
@@ -291,34 +318,21 @@ class _Packing:
         stage = self._stage
         if not (stage.is_first or stage.is_last):
             return None, None
-        if not names.head_stored or self._spec.tied:
-            embedding, projection = self._tied(names)
-            return embedding if stage.is_first else None, projection if stage.is_last else None
+        if not names.head_stored:
+            packed = self._matrix((names.embed_tokens,))
+            return packed if stage.is_first else None, packed if stage.is_last else None
         return (
             self._embedding(names.embed_tokens) if stage.is_first else None,
             self._matrix((names.lm_head,)) if stage.is_last else None,
         )
 
-    def _tied(self, names: DecoderNames) -> tuple[AnyTensor | LinearWeight, LinearWeight]:
-        """Embedding and output projection of a tied model: one weight, unless files differ."""
-        if names.head_stored:
-            embedding = self._reader.linear((names.embed_tokens,))
-            projection = self._reader.linear((names.lm_head,))
-            if _equal(projection, embedding):
-                packed = self._pack(embedding)
-                return packed, packed
-            return self._table(embedding), self._pack(projection)
-        packed = self._matrix((names.embed_tokens,))
-        return packed, packed
-
     def _embedding(self, name: str) -> AnyTensor | LinearWeight:
-        """An embedding that is no projection, packed where that needs no second copy of it."""
+        """An embedding that is no projection, packed where that needs no second copy of it or it is
+        in quantized values.
+        """
         if self._ops.load_linear is not None:
             return self._matrix((name,))
-        return self._table(self._reader.linear((name,)))
-
-    def _table(self, embedding: AnyTensor | QuantizedWeight) -> AnyTensor | LinearWeight:
-        """An embedding that is no projection: as it is, unless it is in quantized values."""
+        embedding = self._reader.linear((name,))
         return self._pack(embedding) if isinstance(embedding, QuantizedWeight) else embedding
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
@@ -341,7 +355,9 @@ class _Packing:
 
     def _mixer(
         self, start: str, mixer: StateMixer | None
-    ) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights:
+    ) -> AttentionWeights | LatentWeights | StateMixerWeights:
+        if mixer is None and self._spec.latent is not None:
+            return self._latent_attention(f"{start}self_attn.", self._spec.latent)
         if mixer is None:
             return self._attention(f"{start}self_attn.")
         start += STATE_MIXER
@@ -354,10 +370,14 @@ class _Packing:
                 ShortConvWeights(taps, bias),
                 self._linear(start, ("out_proj",), mixer.bias),
             )
+        rates = negative_exponential(self._reader.tensor(f"{start}A_log").float())
+        steps = self._reader.tensor(f"{start}dt_bias").float()
+        if isinstance(mixer, Mamba2):
+            return self._mamba(start, mixer, taps, rates, steps)
         delta = DeltaWeights(
             taps=taps,
-            rates=negative_exponential(self._reader.tensor(f"{start}A_log").float()),
-            biases=self._reader.tensor(f"{start}dt_bias").float(),
+            rates=rates,
+            biases=steps,
             norm=self._reader.tensor(f"{start}norm.weight").float(),
             num_key_heads=mixer.num_key_heads,
             key_size=mixer.key_size,
@@ -367,6 +387,33 @@ class _Packing:
             self._linear(start, DELTA_PROJECTIONS, False),
             delta,
             self._linear(start, ("out_proj",), False),
+        )
+
+    def _mamba(
+        self, start: str, mixer: Mamba2, taps: AnyTensor, rates: AnyTensor, steps: AnyTensor
+    ) -> Mamba2Weights:
+        read, conv_bias, norm = self._reader.tensor, None, None
+        if mixer.conv_bias:
+            conv_bias = read(f"{start}conv1d.bias").float()
+        if mixer.has_norm:
+            norm = read(f"{start}norm.weight").float()
+        weights = MambaWeights(
+            taps=taps,
+            conv_bias=conv_bias,
+            rates=rates,
+            biases=steps,
+            skips=read(f"{start}D").float(),
+            norm=norm,
+            num_groups=mixer.num_groups,
+            state_size=mixer.state_size,
+            eps=self._spec.norm_eps,
+            least_step=mixer.least_step,
+            most_step=mixer.most_step,
+        )
+        return Mamba2Weights(
+            self._linear(start, ("in_proj",), mixer.bias),
+            weights,
+            self._linear(start, ("out_proj",), mixer.bias),
         )
 
     def _attention(self, start: str) -> AttentionWeights:
@@ -380,6 +427,24 @@ class _Packing:
             q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
             k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
+        )
+
+    def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
+        ops = self._ops.latent
+        assert ops is not None, "checked before the files are read"
+        is_direct = latent.query_rank is None
+        first = "q_proj" if is_direct else "q_a_proj"
+        keys, values = _by_heads(self._reader.tensor(f"{start}{LATENT_HEADS}.weight"), latent)
+        return LatentWeights(
+            qkv_a=self._linear(start, (first, "kv_a_proj_with_mqa"), bias=False),
+            q_a_layernorm=(
+                None if is_direct else self._reader.tensor(f"{start}q_a_layernorm.weight")
+            ),
+            q_b=None if is_direct else self._linear(start, ("q_b_proj",), bias=False),
+            kv_a_layernorm=self._reader.tensor(f"{start}kv_a_layernorm.weight"),
+            k_b=ops.pack_heads(keys),
+            v_b=ops.pack_heads(values),
+            o_proj=self._linear(start, ("o_proj",), bias=False),
         )
 
     def _dense(self, start: str) -> MLPWeights:
@@ -397,7 +462,7 @@ class _Packing:
         gates = (gate,) if naming.fused_experts else (gate, up)
         bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
         # never quantized: the choice of a token's experts depends on small differences
-        router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), bias)
+        router = self._router(f"{start}{naming.router}.weight", bias)
         gate_ups, downs = [], []
         for index in range(moe.num_experts):
             expert = f"{start}{naming.experts}.{index}."
@@ -414,6 +479,13 @@ class _Packing:
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
         return MoEWeights(router, ExpertWeights(*matrices, data), selection_bias, shared)
+
+    def _router(self, name: str, bias: AnyTensor | None) -> LinearWeight:
+        load = self._ops.load_linear
+        stored = None if load is None else self._reader.stored((name,), floating=True)
+        if load is None or stored is None:
+            return self._ops.pack_linear(self._reader.tensor(name), bias)
+        return load(stored, bias)
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
         offsets = None
@@ -437,15 +509,14 @@ class _Packing:
         return self._ops.pack_linear(weight, bias)
 
 
-def _equal(a: AnyTensor | QuantizedWeight, b: AnyTensor | QuantizedWeight) -> bool:
-    if isinstance(a, HostTensor) and isinstance(b, HostTensor):
-        return np.array_equal(a.numpy(), b.numpy())
-    import torch
-
-    if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
-        same_quants = torch.equal(a.quants, b.quants) and torch.equal(a.scales, b.scales)
-        pairs = ((a.zeros, b.zeros), (a.sub_scales, b.sub_scales))
-        return same_quants and all(
-            x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs
-        )
-    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+def _by_heads(weight: AnyTensor, latent: LatentSpec) -> tuple[AnyTensor, AnyTensor]:
+    """`kv_b_proj` [H (nope + value), rank] as [H, rank, nope] and [H, value, rank]."""
+    shape = (-1, latent.nope_size + latent.value_size, latent.rank)
+    if isinstance(weight, HostTensor):
+        heads = weight.numpy().reshape(shape)
+        keys = heads[:, : latent.nope_size].swapaxes(1, 2)
+        parts = (np.ascontiguousarray(part) for part in (keys, heads[:, latent.nope_size :]))
+        return HostTensor(next(parts), weight.dtype), HostTensor(next(parts), weight.dtype)
+    of_heads = weight.view(shape)
+    keys_of_heads = of_heads[:, : latent.nope_size].transpose(1, 2)
+    return keys_of_heads.contiguous(), of_heads[:, latent.nope_size :].contiguous()

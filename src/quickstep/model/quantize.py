@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES, TensorSource
+from quickstep.model.checkpoint.tensor_reader import TensorSource
 from quickstep.model.quantization import MatrixFormat, QuantizationScheme
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import AnyTensor, to_torch
@@ -66,12 +66,14 @@ class QuantizingSource:
         self._judge(names, rounding_error(weight, quantized))
         return quantized
 
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
         """A matrix in its files, to be quantized on loading; None also where it is quantized
         already, and for fp8.
         """
+        if floating:
+            return self._source.stored(names, floating=True)
         matrix = None if self._scheme.is_float8 else self._source.stored(names)
-        if matrix is None or matrix.kind not in STORED_DTYPES:
+        if matrix is None or matrix.is_quantized:
             return None
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(matrix.num_inputs, outer)

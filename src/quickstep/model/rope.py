@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.model.rope_spec import RopeKind, RopeSpec
+from quickstep.model.rope_spec import RopeKind, RopeSpec, yarn_scale
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import FLOAT32, AnyTensor, Device, HostTensor
 
@@ -147,13 +147,9 @@ def _attention_factor(rope: RopeSpec) -> float:
     if rope.kind is RopeKind.LONGROPE and rope.factor > 1:
         return math.sqrt(1 + math.log(rope.factor) / math.log(rope.trained_len))
     if rope.kind is RopeKind.YARN:
-        scale = _yarn_scale(rope.factor, 1.0)
+        scale = yarn_scale(rope.factor, 1.0)
         if rope.mscale and rope.mscale_all_dim:
-            scale = _yarn_scale(rope.factor, rope.mscale)
-            scale /= _yarn_scale(rope.factor, rope.mscale_all_dim)
+            scale = yarn_scale(rope.factor, rope.mscale)
+            scale /= yarn_scale(rope.factor, rope.mscale_all_dim)
         return scale * rope.attn_factor
     return 1.0
-
-
-def _yarn_scale(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -186,3 +186,8 @@ def extended_len(rope: RopeSpec, max_positions: int) -> int:
     if rope.kind is RopeKind.YARN:
         return max(max_positions, int(rope.trained_len * rope.factor))
     return max_positions
+
+
+def yarn_scale(factor: float, multiplier: float) -> float:
+    """YaRN's scale of the logits of attention, or of what makes them."""
+    return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import Projection, embedding_number, lm_head_number
+from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS
 from quickstep.model.chosen_rows import ChosenRows, NumberedRows, module_of, taken_rows
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import LatentSpec, ModelSpec
 from quickstep.ops.table import LoRAPart, Ranks
 from quickstep.ops.tensors import FLOAT32, Array, HostTensor
 
@@ -33,6 +34,7 @@ _MODULES = {
     Projection.O_PROJ: "o_proj",
     Projection.GATE_UP: "gate_up_proj",
     Projection.DOWN_PROJ: "down_proj",
+    Projection.Q_B: "q_b_proj",
 }
 _TILE = 32  # outputs; products compute so many at a time, and those that are left more slowly
 
@@ -196,6 +198,8 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
     """Of the tensors of a layer that ranks divide, the rank's rows, and the number of all rows."""
     size = spec.head_size
     heads, kv_heads = shard.heads(spec.num_heads), shard.heads(spec.num_kv_heads)
+    if spec.latent is not None:
+        return _latent_rows(spec, spec.latent, shard)
     queries = range(heads.start * size, heads.stop * size)
     keys = range(kv_heads.start * size, kv_heads.stop * size)
     num_queries, num_keys = spec.num_heads * size, spec.num_kv_heads * size
@@ -212,6 +216,34 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
         "o_proj": ((hidden,), spec.hidden_size),
         **_mlp_rows(spec.intermediate_size, spec.hidden_size, shard),
         "sinks": ((heads,), spec.num_heads),
+    }
+
+
+def _latent_rows(
+    spec: ModelSpec, latent: LatentSpec, shard: Shard
+) -> dict[str, tuple[tuple[range, ...], int]]:
+    """`_module_rows` of attention over latents: heads are divided, and what all of them read is on
+    every rank.
+    """
+    heads = shard.heads(spec.num_heads)
+
+    def of_heads(size: int) -> tuple[tuple[range, ...], int]:
+        return (range(heads.start * size, heads.stop * size),), spec.num_heads * size
+
+    def complete(size: int) -> tuple[tuple[range, ...], int]:
+        return (range(size),), size
+
+    queries, kept = of_heads(spec.head_size), complete(latent.kept_size)
+    first = queries if latent.query_rank is None else complete(latent.query_rank)
+    return {
+        "q_proj": queries,
+        "q_a_proj": complete(latent.query_rank or 0),
+        "q_b_proj": queries,
+        "kv_a_proj_with_mqa": kept,
+        LATENT_HEADS: of_heads(latent.nope_size + latent.value_size),
+        "qkv_proj": ((*first[0], _moved(kept[0][0], first[1])), first[1] + kept[1]),
+        "o_proj": ((shard.outputs(spec.hidden_size),), spec.hidden_size),
+        **_mlp_rows(spec.intermediate_size, spec.hidden_size, shard),
     }
 
 

@@ -19,7 +19,12 @@ from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError, size_text
-from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
+from quickstep.model.checkpoint.tensor_schema import (
+    LATENT_HEADS,
+    layer_tensors,
+    num_parameters,
+    outer_tensors,
+)
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
 from quickstep.model.rope_spec import RopeKind
@@ -173,7 +178,9 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        is_plain = len(shape) != 2 or name.endswith(f"{spec.naming.router}.weight")
+        is_plain = len(shape) != 2 or name.endswith(
+            (f"{spec.naming.router}.weight", f"{LATENT_HEADS}.weight")
+        )
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total
@@ -199,11 +206,11 @@ def kv_head_bytes(head_size: int, dtype_bytes: int, kv_dtype: str = "auto") -> i
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_dtype: str = "auto") -> int:
-    """Over groups of layers: 2 x layers x kv heads x bytes of a head. Layers with a window need as
-    much as others.
+    """Over groups of layers: 2 x layers x kv heads x bytes of a head, or half of it where values
+    are the beginning of keys. Layers with a window need as much as others.
     """
     return sum(
-        2
+        group.size.num_tensors
         * len(group.layers)
         * group.size.num_kv_heads
         * kv_head_bytes(group.size.head_size, dtype_bytes, kv_dtype)
@@ -236,6 +243,8 @@ def activation_bytes(
     num_queries = spec.num_heads * (2 if spec.attention_gate else 1)
     mixers = {layer.state_mixer for layer in spec.layers}
     widths = [mixer.num_inputs for mixer in mixers if mixer is not None]
+    if spec.latent is not None:
+        widths.append(spec.num_heads * spec.pair_size)  # queries over latents, and their results
     attention = max((num_queries + 2 * spec.num_kv_heads) * spec.head_size, *widths, 0)
     widest = max(attention, 2 * spec.intermediate_size)
     rows_of_experts = 0  # bytes
@@ -297,7 +306,9 @@ def plan_memory(
     per_token += sum(draft.kv_bytes_per_token for draft in drafts)
     block_bytes = per_token * cache.block_size
     scratch = sum(draft.kv_bytes(0, seqs) for draft in drafts)
-    fitting = max(left - scratch, 0) // block_bytes
+    # an encoder keeps nothing: its blocks only count tokens
+    all_blocks = seqs * -(-context // cache.block_size)
+    fitting = max(left - scratch, 0) // block_bytes if block_bytes else all_blocks
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
         needed = memory_bytes - left + scratch + least * block_bytes
@@ -322,6 +333,12 @@ def plan_memory(
         longest = num_blocks * cache.block_size
         notes.append(f"max_model_len {context} became {longest}, as the KV cache holds no more")
         context = longest
+    if spec.encoder is not None and tokens < context:
+        notes.append(
+            f"max_model_len {context} became {tokens}: a step computes a text completely, and has "
+            "memory for so many tokens"
+        )
+        context = tokens
     if num_blocks < seqs:
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
@@ -416,7 +433,9 @@ def _fit_step(
 def _requested_blocks(cache: CacheConfig, block_bytes: int) -> int | None:
     if cache.num_blocks is not None:
         return cache.num_blocks
-    return None if cache.kv_cache_bytes is None else cache.kv_cache_bytes // block_bytes
+    if cache.kv_cache_bytes is None or not block_bytes:
+        return None
+    return cache.kv_cache_bytes // block_bytes
 
 
 def _num_blocks(
@@ -437,7 +456,7 @@ def _num_blocks(
         return min(requested, fitting)
     one_sequence = -(-context // cache.block_size)
     all_sequences = one_sequence * scheduler.max_num_seqs
-    if default_kv_bytes is None:
+    if default_kv_bytes is None or not block_bytes:
         return min(all_sequences, fitting)
     modest = max(min(fitting // 2, default_kv_bytes // block_bytes), min(one_sequence, fitting))
     return min(all_sequences, modest)

@@ -31,6 +31,8 @@ from quickstep.model.decoder_spec import (
     QKNorm,
     TensorNaming,
 )
+from quickstep.model.encoders.encoder_spec import ENCODERS
+from quickstep.model.encoders.read_spec import read_encoder_spec
 from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
@@ -67,7 +69,9 @@ def _read_spec(path: str | Path) -> ModelSpec:
     name = _architecture_name(config)
     if name in ARCHITECTURES:
         return parse_spec(config)
-    supported = ", ".join(sorted(ARCHITECTURES))
+    if name in ENCODERS:
+        return read_encoder_spec(Path(path), config, name)
+    supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS}))
     if config.get("auto_map"):
         raise ConfigError(
             f"architecture {name!r} needs Python code from the checkpoint (`auto_map`), which "
@@ -119,6 +123,11 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
 def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:
     if foreign:
         yield f"config.json's {', '.join(foreign)} are no part of the architecture and not used"
+    if _has_indexer(spec):
+        yield (
+            f"sequences have up to {spec.max_model_len} tokens: the model chooses among more "
+            "positions by an indexer, which is not implemented"
+        )
     for factor in sorted({rope.attn_factor for rope in spec.ropes if rope.attn_factor != 1.0}):
         yield (
             f"rope scaling's attn_factor {factor:g} multiplies YaRN's own scale, as in vLLM and "
@@ -154,6 +163,9 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     head_size = fields.optional_integer("head_dim") or hidden_size // num_heads
+    latent = entry.latent(fields)
+    if latent is not None:
+        num_kv_heads, head_size = 1, latent.nope_size + latent.rope_size
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
@@ -201,6 +213,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         moe=entry.experts(fields),
         naming=entry.naming,
         attention_gate=entry.attention_gate,
+        latent=latent,
     )
 
 
@@ -243,10 +256,15 @@ def with_context(spec: ModelSpec, max_model_len: int | None, allow_longer: bool)
     limit = spec.max_model_len
     if max_model_len is None or max_model_len <= limit:
         return spec
-    if not allow_longer:
+    if not allow_longer and not _has_indexer(spec):
         raise ConfigError(
             f"--max-model-len is {max_model_len}, the model's limit is {limit}; lower it, or add "
             "--allow-long-context, which scales the model's positions (answers may suffer)"
+        )
+    if _has_indexer(spec):
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}, but {spec.architecture} chooses among more than "
+            f"{limit} positions by an indexer, which is not implemented; lower it to {limit}"
         )
     if not spec.native or not spec.ropes:
         raise ConfigError(
@@ -273,6 +291,10 @@ def with_context(spec: ModelSpec, max_model_len: int | None, allow_longer: bool)
         long_context=scaling,
         notes=(*spec.notes, note),
     )
+
+
+def _has_indexer(spec: ModelSpec) -> bool:
+    return spec.latent is not None and spec.latent.num_indexed is not None
 
 
 def _scaled(rope: RopeSpec, ratio: float, limit: int) -> RopeSpec:

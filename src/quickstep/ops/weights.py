@@ -15,7 +15,10 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quickstep.ops.tensors import HostTensor
+
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
+REQUANTIZED_GROUPS = (32, 16)  # inputs, of rows whose groups are scattered: the first that fits
 
 
 class LinearWeight(msgspec.Struct, frozen=True):
@@ -28,6 +31,18 @@ class LinearWeight(msgspec.Struct, frozen=True):
 
     data: object
     bias: Tensor | None
+    num_outputs: int
+    num_inputs: int
+    nbytes: int
+
+
+class HeadWeight(msgspec.Struct, frozen=True):
+    """A matrix [N, C] of each of H heads in the layout of the implementation that made it
+    (`LatentOps.pack_heads`), which alone reads `data`. `num_outputs` N, `num_inputs` C.
+    """
+
+    data: object
+    num_heads: int
     num_outputs: int
     num_inputs: int
     nbytes: int
@@ -109,12 +124,26 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
 
 
 class StoredRows(msgspec.Struct, frozen=True):
-    """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`.
+    """`num_rows` rows of a tensor in a file, whose first byte is at `offset`.
+
+    Kinds whose scales are in other tensors have `scales`; their quantized values are signed bytes
+    (`I8`, `I4`), bytes in words of 4 (`U8`), half bytes in words of 8 (`U4`), half bytes that name
+    one of 16 `levels` (`LEVELS`, or `LEVELS_HIGH` where the high half is first), or numbers
+    (`E4M3`).
 
     Attributes:
         kind: How they are stored; None for as the matrix.
         head_size: Of heads whose rows the file has in the order 0, head_size / 2, 1, ...; 0 for
             rows that are in order.
+        first_row: The first of them in the tensor.
+        layout: `rows`; `columns` where the tensor is [inputs, rows], of words or numbers; `awq`
+            where words hold 8 rows.
+        stored_rows: Of the tensor, in layouts other than `rows`.
+        scales: [num_rows, G] float32.
+        zeros: The same shape; None for 2**(bits - 1).
+        order: [C] int32, the group of each input; None for groups in a row. Rows whose groups are
+            scattered are rounded again, to 8 bits.
+        levels: [16] uint8.
     """
 
     file: Path
@@ -122,6 +151,13 @@ class StoredRows(msgspec.Struct, frozen=True):
     num_rows: int
     kind: str | None = None
     head_size: int = 0
+    first_row: int = 0
+    layout: str = "rows"
+    stored_rows: int = 0
+    scales: HostTensor | None = None
+    zeros: HostTensor | None = None
+    order: HostTensor | None = None
+    levels: HostTensor | None = None
 
 
 class Rounding(msgspec.Struct, frozen=True):
@@ -143,17 +179,20 @@ class StoredMatrix(msgspec.Struct, frozen=True):
     """A weight [N, C] that is still in files, for `OpTable.load_linear`.
 
     Attributes:
-        kind: How: `F32`, `BF16`, `F16`, `I8` (quantized values about 0), or the name of a ggml
-            block type. Floating point is what all parts are converted to.
-        parts: N rows, one part below another. Of block types, each part may be of another one.
+        kind: How: `F32`, `BF16`, `F16`, the name of a ggml block type, or a kind whose scales are
+            in other tensors. Floating point is what all parts are converted to.
+        parts: N rows, one part below another. Of quantized values, each may be of another kind.
         num_inputs: C.
         rounding: How to quantize it; None for a matrix that is not changed or is quantized
             already.
-        scales: [N, C / group size] float32 of `I8`, else None.
     """
 
     kind: str
     parts: tuple[StoredRows, ...]
     num_inputs: int
     rounding: Rounding | None = None
-    scales: Tensor | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is held in quantized values: those of the files, or rounded ones."""
+        return self.rounding is not None or self.kind not in ("F32", "BF16", "F16")

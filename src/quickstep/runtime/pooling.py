@@ -22,20 +22,19 @@ class Pool:
     """Pools the hidden states of one prompt."""
 
     def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
+        self.pooling = pooling
         self._sum: npt.NDArray[np.float64] | None = None
         self.num_tokens = 0
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether `add` has to get every token of the prompt."""
-        return self._pooling is Pooling.MEAN
 
     def add(self, hidden: AnyTensor) -> None:
         """Add the hidden states [T, H] of the next tokens of the prompt."""
         self.num_tokens += hidden.shape[0]
-        if self._pooling is Pooling.LAST:
+        if self.pooling is Pooling.LAST:
             self._sum = as_float64(hidden[-1])
+            return
+        if self.pooling is Pooling.CLS:
+            if self._sum is None:
+                self._sum = as_float64(hidden[0])
             return
         for start in range(0, hidden.shape[0], _TOKENS_PER_SLICE):
             values = as_float64(hidden[start : start + _TOKENS_PER_SLICE])

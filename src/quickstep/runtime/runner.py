@@ -8,13 +8,14 @@ set up its slots, but its rows have not run, and their sequences must be admitte
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quickstep.errors import EngineError
-from quickstep.model.interface import Model
+from quickstep.model.interface import Classifier, Model
 from quickstep.ops.table import KVCache, LoRAAdapter, Ranks
 from quickstep.ops.tensors import AnyTensor, use_device
 from quickstep.runtime.sampling.grammar import NewMatcher
@@ -30,7 +31,15 @@ from quickstep.runtime.steps.pipeline import PipelinedSteps, StageLinks, with_st
 from quickstep.runtime.steps.ranked import with_ranks
 from quickstep.runtime.steps.stage_frames import StageFrame
 from quickstep.runtime.steps.step_model import EmittingToken, GraphOptions, StepModel
-from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
+from quickstep.types import (
+    Pooling,
+    RowFailure,
+    RowOutput,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from quickstep.runtime.sampling.device_sampler import SamplesInFlight
@@ -131,7 +140,9 @@ class ModelRunner:
         sampler = self._device_sampler
         self._sample = open_sampler(model) if sampler is None else sampler.sample
         self._scorer = PromptScorer(self._steps, model)
-        self._num_blocks = kv.keys[0].shape[0] - (graphs is not None)
+        self._classifier = model if isinstance(model, Classifier) else None
+        # the blocks of an encoder hold nothing: any id is as good
+        self._num_blocks = kv.keys[0].shape[0] - (graphs is not None) if kv.keys else sys.maxsize
         self._block_size = block_size
         self._ranks, self._waited_s = model.ops.ranks, 0.0
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
@@ -482,8 +493,11 @@ class ModelRunner:
         scores = self._scorer.score(hidden, row, slot) if row.num_scored else ()
         if slot.pool is None:
             return RowOutput(prompt_logprobs=scores)
-        if slot.pool.needs_all and slot.pool.num_tokens != row.start:
+        if slot.pool.pooling.needs_all and slot.pool.num_tokens != row.start:
             raise EngineError(f"{slot.sequence_id} pools its prompt, a row begins at {row.start}")
+        if slot.pool.pooling is Pooling.CLASSES:
+            assert self._classifier is not None, "requests for classes are checked"
+            return RowOutput(embedding=self._classifier.class_logits(hidden))
         slot.pool.add(hidden)
         embedding = slot.pool.embedding() if row.pools else None
         if row.pools and embedding is None:

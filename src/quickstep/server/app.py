@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("quickstep.server")
 _EXPOSED_HEADERS = (
     *("x-request-id", "x-quickstep-ignored", "x-quickstep-fallback", "retry-after"),
+    "idempotent-replayed",
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
 )

@@ -60,6 +60,9 @@ from quickstep.server.responses.request_types import (
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore, StoredResponses
+from quickstep.server.scores.endpoint import Scores
+from quickstep.server.scores.request_types import ClassifyRequest, RerankRequest, ScoreRequest
+from quickstep.server.scores.response_types import ClassifyList, RerankResponse, ScoreList
 
 _NOT_GIVEN = msgspec.Raw()
 
@@ -82,6 +85,7 @@ def api_routes(
         *generating,
         embeddings,
         _invocations([*generating, embeddings]),
+        *_scores(models, metrics),
         *_responses(models, metrics, responses),
         *StreamRoutes(models.server.kept_streams, options.field_rules).routes(),
         *_anthropic(models, metrics),
@@ -143,6 +147,43 @@ def _embeddings(models: ModelRegistry, metrics: ServerMetrics) -> ApiRoute:
         response=EmbeddingList,
         aliases=("/embeddings",),
     )
+
+
+def _scores(models: ModelRegistry, metrics: ServerMetrics) -> list[ApiRoute]:
+    scores = Scores(models, metrics)
+    reranks = [
+        ApiRoute(
+            "POST",
+            path,
+            scores.rerank,
+            "Documents, sorted by how well they answer a query.",
+            request=RerankRequest,
+            response=RerankResponse,
+            aliases=aliases,
+        )
+        for path, aliases in (("/v1/rerank", ("/rerank",)), ("/v2/rerank", ()))
+    ]
+    return [
+        *reranks,
+        ApiRoute(
+            "POST",
+            "/v1/score",
+            scores.score,
+            "How well texts answer others.",
+            request=ScoreRequest,
+            response=ScoreList,
+            aliases=("/score",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/classify",
+            scores.classify,
+            "The classes of texts.",
+            request=ClassifyRequest,
+            response=ClassifyList,
+            aliases=("/classify",),
+        ),
+    ]
 
 
 class _Shape(msgspec.Struct, frozen=True):

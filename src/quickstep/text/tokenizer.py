@@ -169,6 +169,21 @@ class Tokenizer:
         [ids] = self.encode_all([text], add_special_tokens)
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, joined with the tokenizer's special tokens.
+
+        Raises:
+            RequestError: One is not valid Unicode.
+        """
+        try:
+            [encoding] = self._library.encode_batch_fast([(first, second)])
+        except TypeError as error:
+            raise RequestError(
+                "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
+            ) from error
+        ids: list[int] = encoding.ids
+        return ids
+
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, as `encode`; long texts may take a process of their own.
 

@@ -23,8 +23,8 @@ MAX_OUTPUTS = 64
 # Some grow by several blocks: only those can starve a pool that has admitted them.
 LONG_OUTPUTS = 40
 _NUM_DOCUMENTS = 4
-# Two in sixteen requests ask for an embedding.
-_POOLINGS = MappingProxyType({7: Pooling.MEAN, 11: Pooling.LAST})
+# Three in sixteen requests ask for an embedding.
+_POOLINGS = MappingProxyType({7: Pooling.MEAN, 11: Pooling.LAST, 15: Pooling.CLS})
 _BEAMS = 13  # one in sixteen is a beam search
 _STOPS = ("e", " ", "th", "\n", "ing ", "0")
 _GRAMMARS = (

@@ -6,11 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import format_writers as writers
 import pytest
 import tiny_checkpoint
 import torch
-from quantized_checkpoint import write_quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -150,16 +148,3 @@ def test_a_config_value_of_any_kind_is_read_or_refused(value: object, checkpoint
             except ConfigError as error:
                 assert "\n" not in str(error)
         file.write_text(json.dumps(whole))
-
-
-def test_a_format_that_needs_torch_names_it_and_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    write_quantized(tmp_path / "gptq", gptq, writers.gptq(4, 32))
-    write_quantized(tmp_path / "awq", awq, writers.awq(32))
-    monkeypatch.setattr("quickstep.ops.torch_import.has_torch", lambda: False)
-    for name in ("gptq", "awq"):
-        message = refusal(tmp_path / name)
-        assert f"the format {name} needs PyTorch: pip install" in message

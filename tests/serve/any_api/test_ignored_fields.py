@@ -31,6 +31,8 @@ OF_ROUTE: dict[str, dict[str, Any]] = {
     ANTHROPIC: {"model": "fake", "max_tokens": 50, "messages": MESSAGES},
     COUNT_TOKENS: {"model": "fake", "messages": MESSAGES},
     "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
     "/tokenize": {"prompt": "a"},
     "/apply-template": {"messages": MESSAGES},
     "/completion": {"prompt": "a"},

@@ -46,6 +46,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": "a"}),
     ("/api/chat", {"messages": MESSAGES, "stream": False}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ("/api/embed", {"input": "a"}),
     ("/invocations", {"prompt": "a"}),
 ]

@@ -169,7 +169,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_one(client: openai.OpenAI
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 257}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "pooling": "cls"}, "pooling"),
+        ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": "a", "model": "other"}, "model"),
         ({"input": "a", "user": "x" * 600}, "user"),
         ({"input": "a", "timeout_s": 0}, "timeout_s"),

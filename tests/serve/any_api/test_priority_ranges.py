@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
-from quickstep.server.batches.lines import batch_endpoints
+from quickstep.server.batches.lines import BATCH_URLS, batch_endpoints
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
@@ -24,6 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": MESSAGES},
     "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
 }
 
 
@@ -65,7 +66,7 @@ def test_a_priority_outside_the_range_is_refused_and_the_range_named(
         assert not engine.submitted
 
 
-@pytest.mark.parametrize("url", BODIES)
+@pytest.mark.parametrize("url", sorted(BATCH_URLS & BODIES.keys()))
 def test_no_priority_of_a_key_takes_a_batchs_line_before_live_requests(url: str) -> None:
     engine = FakeEngine()
 

@@ -133,6 +133,7 @@ def test_without_keys_addresses_share_the_bytes() -> None:
         (COMPLETIONS, {"prompt": "a"}),
         (CHAT, {"messages": MESSAGES, "stream": True}),
         ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
         ("/api/embed", {"input": "a", "model": "fake"}),
     ],
 )

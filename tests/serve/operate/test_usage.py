@@ -62,6 +62,7 @@ EVERY_API: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "a", "max_output_tokens": 4}),
     ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 4}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ("/completion", {"prompt": "a", "n_predict": 4}),
     ("/api/generate", {"model": "fake", "prompt": "a", "options": {"num_predict": 4}}),
     ("/api/embed", {"model": "fake", "input": "a"}),

@@ -64,6 +64,7 @@ from quickstep.engine.remote.supervisor import (
 )
 from quickstep.engine.remote.texts import Texts
 from quickstep.engine.requests import RequestIntake, open_seeds
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
@@ -71,7 +72,7 @@ from quickstep.model.checkpoint.source import FileVersions, file_versions
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, KVTarget, Pooling, Request, SequenceTimings
+from quickstep.types import FinishReason, KVTarget, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
@@ -452,9 +453,9 @@ class RemoteEngine:
         return self._loaded.facts.default_sampling
 
     @property
-    def default_pooling(self) -> Pooling:
-        """The pooling of embeddings in the model's card."""
-        return self._loaded.facts.default_pooling
+    def retrieval(self) -> Retrieval:
+        """How the model embeds texts and scores pairs, as its card says."""
+        return self._loaded.facts.retrieval
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -620,7 +621,9 @@ class RemoteEngine:
         self._check_backlog(process)
         facts = self._loaded.facts
         eos_token_ids = self.tokenizer.eos_token_ids
-        request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
+        request = self._intake.take(
+            request, facts.vocab_size, facts.max_model_len, eos_token_ids, facts.retrieval
+        )
         stream = Stream(request, self, self._stream_bounds)
         self.submit(request, stream)
         return stream

@@ -25,10 +25,11 @@ import msgspec
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.remote.opening import Open, WireMessage
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineStats
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Delta, KVTarget, Pooling, Request, SequenceTimings, StepRecord
+from quickstep.types import Delta, KVTarget, Request, SequenceTimings, StepRecord
 
 
 class TextDigests(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     vocab_size: int
     path: str
     default_sampling: dict[str, int | float]
-    default_pooling: Pooling
+    retrieval: Retrieval
     load_s: float
     memory_plan: MemoryPlan | None
     block_size: int

@@ -479,7 +479,7 @@ def _facts(engine: Engine, text_digests: TextDigests | None) -> ModelFacts:
         vocab_size=model.vocab_size,
         path=str(model.path),
         default_sampling=dict(model.default_sampling),
-        default_pooling=model.default_pooling,
+        retrieval=model.retrieval,
         load_s=model.load_s,
         memory_plan=model.memory_plan,
         block_size=engine.block_size,

@@ -20,12 +20,17 @@ from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MI
 from quickstep.model.chosen_rows import gate_order
 from quickstep.model.decoder_spec import (
     GatedDelta,
+    LatentSpec,
     ModelSpec,
-    ShortConv,
     StateMixer,
     TensorNaming,
 )
-from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MLPWeights
+from quickstep.model.decoder_weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LatentWeights,
+    MLPWeights,
+)
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
     AnyTensor,
@@ -55,6 +60,7 @@ class Projection(enum.IntEnum):
     GATE_UP = 2
     DOWN_PROJ = 3
     ROUTER = 4
+    Q_B = 5  # queries from their latent (`LatentSpec.query_rank`)
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
@@ -116,7 +122,7 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
         return spec.moe is not None and spec.moe.biases
     mixer = spec.layers[module.number // len(Projection)].state_mixer
     if mixer is not None and projection in (Projection.QKV, Projection.O_PROJ):
-        return isinstance(mixer, ShortConv) and mixer.bias
+        return not isinstance(mixer, GatedDelta) and mixer.bias
     attention = {Projection.QKV: spec.qkv_bias, Projection.O_PROJ: spec.output_bias}
     return attention.get(projection, spec.mlp_bias)
 
@@ -137,7 +143,7 @@ def base_biases(
         if isinstance(mixer, AttentionWeights):
             matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
             matrices |= {out: mixer.o_proj} if spec.output_bias else {}
-        elif isinstance(spec.layers[number].state_mixer, ShortConv):
+        elif not isinstance(mixer, LatentWeights) and has_bias(spec, LoRAModule(into, 0, 0, 0)):
             matrices |= {into: mixer.in_proj, out: mixer.out_proj}
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
@@ -221,6 +227,9 @@ _Modules = tuple[Projection, list[tuple[str, int]], int]
 
 def _mixer_modules(spec: ModelSpec, mixer: StateMixer | None) -> Iterator[_Modules]:
     hidden = spec.hidden_size
+    if mixer is None and spec.latent is not None:
+        yield from _latent_modules(spec, spec.latent)
+        return
     if mixer is None:
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         gated = 2 * queries if spec.attention_gate else queries
@@ -243,6 +252,19 @@ def _own_name(name: str, naming: TensorNaming) -> str:
     for part, standard in naming.renames:
         own = own.replace(standard, part)
     return own.strip(".")
+
+
+def _latent_modules(spec: ModelSpec, latent: LatentSpec) -> Iterator[_Modules]:
+    """Without the keys and values of heads, which are no product that is computed."""
+    queries, hidden = spec.num_heads * spec.head_size, spec.hidden_size
+    first = ("self_attn.q_proj", queries)
+    if latent.query_rank is not None:
+        first = ("self_attn.q_a_proj", latent.query_rank)
+        yield Projection.Q_B, [("self_attn.q_b_proj", queries)], latent.query_rank
+    kept = ("self_attn.kv_a_proj_with_mqa", latent.kept_size)
+    yield Projection.QKV, [first, kept], hidden
+    values = spec.num_heads * latent.value_size
+    yield Projection.O_PROJ, [("self_attn.o_proj", hidden)], values
 
 
 def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:

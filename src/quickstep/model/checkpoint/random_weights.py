@@ -93,7 +93,7 @@ class RandomTensors:
         """The matrix, not quantized."""
         return self.stacked(names)
 
-    def stored(self, names: tuple[str, ...]) -> None:
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> None:
         """None: nothing is in a file."""
 
     def _fill_(self, name: str, tensor: Tensor) -> None:

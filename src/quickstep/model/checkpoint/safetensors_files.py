@@ -29,6 +29,7 @@ _BITS |= {"U64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64}
 _BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 _BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+_COMPARED_BYTES = 4 * 2**20  # at a time
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -59,6 +60,18 @@ class TensorFiles(msgspec.Struct, frozen=True):
         tensor = self.tensors[name]
         with _opened(tensor.file) as stream:
             _read_at(stream, tensor, start, destination)
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same type, shape and bytes. Raises ConfigError."""
+        a, b = self.tensors[name], self.tensors[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        spans = [
+            (start, min(_COMPARED_BYTES, a.nbytes - start))
+            for start in range(0, a.nbytes, _COMPARED_BYTES)
+        ]
+        pairs = zip(self.pieces(name, spans), self.pieces(other, spans), strict=True)
+        return all(piece == same for piece, same in pairs)
 
     def pieces(self, name: str, spans: Iterable[tuple[int, int]]) -> Iterator[bytearray]:
         """The tensor's bytes at each (start, length), the file opened once. Raises ConfigError."""
@@ -99,6 +112,14 @@ def open_tensor_file(file: Path) -> TensorFiles:
     """Read and check the header of one safetensors file. Raises ConfigError."""
     header = _read_header(file)
     return TensorFiles(_parse_header(file, header), (header,))
+
+
+def read_span(file: Path, offset: int, destination: memoryview) -> None:
+    """Fill `destination` (bytes) with a file's bytes from `offset`. Raises ConfigError."""
+    with _opened(file) as stream:
+        stream.seek(offset)
+        if _fill(stream, destination) < len(destination):
+            raise ConfigError(f"{file} ended within a tensor; download the checkpoint again")
 
 
 @contextmanager

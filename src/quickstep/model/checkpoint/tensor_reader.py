@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
@@ -27,6 +26,7 @@ from quickstep.ops.tensors import (
     INT64,
     UINT8,
     AnyTensor,
+    Array,
     Device,
     DType,
     HostTensor,
@@ -53,7 +53,10 @@ _KINDS: Mapping[DType | None, str] = MappingProxyType(
     {dtype: kind for kind, dtype in STORED_DTYPES.items()}
 )
 _RAW_DTYPES: Mapping[str, DType] = MappingProxyType(
-    {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64, "F8_E4M3": UINT8}
+    {
+        **{"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64},
+        **{"F8_E4M3": UINT8, "F8_E8M0": UINT8},
+    }
 )
 
 
@@ -73,8 +76,10 @@ class TensorSource(Protocol):
     def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """A matrix [N, C] of `stacked` tensors as it is packed: quantized or not."""
 
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The same matrix, still in files; None unless `OpTable.load_linear` can read it there."""
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
+        """The same matrix, still in files; None unless `OpTable.load_linear` can read it there.
+        `floating`: in the model's dtype, whichever way it is stored.
+        """
 
 
 class TensorReader:
@@ -166,27 +171,74 @@ class TensorReader:
         """The stored matrix, not quantized."""
         return self.stacked(names)
 
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+    @property
+    def loaded_kind(self) -> str | None:
+        """The kind of matrices in the model's dtype; None where none is loaded from its files."""
+        kind = _KINDS.get(host_dtype(self._dtype))
+        return kind if self._device.type == "cpu" else None
+
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
         """The matrix in its files, floating point or ggml's blocks, to be converted to the model's
         dtype as it is loaded; None for other types, and on a GPU.
         """
-        kind = _KINDS.get(host_dtype(self._dtype))
-        if self._device.type != "cpu" or kind is None:
+        del floating  # it always is
+        kind = self.loaded_kind
+        if kind is None:
             return None
         tensors = [self._files.tensors.get(name) for name in names]
         if any(tensor is None or tensor.dtype not in BLOCKS for tensor in tensors):
             return None
-        return replace(self.stored_matrix(names), kind=kind)
+        parts = tuple(self.rows(name, self._files.tensors[name].shape[0]) for name in names)
+        return StoredMatrix(kind, parts, self._files.tensors[names[0]].shape[1])
 
-    def stored_matrix(self, names: tuple[str, ...]) -> StoredMatrix:
-        """Tensors [n, C] in their files, one below the other; they count as read."""
-        tensors = [self._files.tensors[name] for name in names]
-        self._count(sum(tensor.nbytes for tensor in tensors))
-        parts = tuple(
-            StoredRows(tensor.file, tensor.offset, tensor.shape[0], tensor.dtype)
-            for tensor in tensors
-        )
-        return StoredMatrix(tensors[0].dtype, parts, tensors[0].shape[1])
+    def rows(
+        self,
+        name: str,
+        num_rows: int,
+        kind: str | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> StoredRows:
+        """A tensor as rows of a matrix, which count as read; `part` i, n: the i-th of n equal parts
+        of it. The caller adds what else `StoredRows` has.
+        """
+        stored = self._files.tensors[name]
+        num_bytes = stored.nbytes // part[1]
+        self._count(num_bytes)
+        offset = stored.offset + part[0] * num_bytes
+        return StoredRows(stored.file, offset, num_rows, kind or stored.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, as it is stored."""
+        return self._files.tensors[name].shape
+
+    def stored_as(self, name: str) -> str:
+        """The type of a tensor in its file."""
+        return self._files.tensors[name].dtype
+
+    def array(self, name: str, part: tuple[int, int] = (0, 1)) -> Array:
+        """A small tensor in NumPy's type for the one it is stored in; e4m3 and e8m0 as bytes,
+        bfloat16 as bits. `part` i, n: the i-th of n equal parts of its first dimension. Raises
+        ConfigError.
+        """
+        return self._stored_array(name, part).numpy()
+
+    def floats(self, name: str) -> Array:
+        """A small tensor of floating point, in float32. Raises ConfigError."""
+        stored = self._stored_array(name)
+        if self._files.tensors[name].dtype not in STORED_DTYPES:
+            self._stored_dtype(name)
+        return stored.float().numpy()
+
+    def _stored_array(self, name: str, part: tuple[int, int] = (0, 1)) -> HostTensor:
+        stored = self._files.tensors[name]
+        dtype = _RAW_DTYPES.get(stored.dtype) or self._stored_dtype(name)
+        shape = stored.shape
+        if part[1] > 1:
+            shape = (shape[0] // part[1], *shape[1:])
+        tensor = HostTensor.empty(shape, dtype)
+        self._files.read_into(name, _bytes_of(tensor), part[0] * tensor.nbytes)
+        self._count(tensor.nbytes)
+        return tensor
 
     @property
     def device(self) -> torch.device | Device:
@@ -194,19 +246,10 @@ class TensorReader:
         return self._device
 
     def raw(self, name: str) -> Tensor:
-        """One tensor in the dtype it is stored in, e4m3 as bytes; [blocks, bytes] where it is in
-        ggml's blocks.
-        """
+        """A tensor in ggml's blocks, as bytes: [blocks, bytes]."""
         stored = self._files.tensors[name]
-        shape: tuple[int, ...] = stored.shape
-        block = BLOCKS.get(stored.dtype)
-        if block is not None and stored.dtype not in STORED_DTYPES:
-            shape, dtype = (stored.nbytes // block[1], block[1]), UINT8
-        elif stored.dtype in _RAW_DTYPES:
-            dtype = _RAW_DTYPES[stored.dtype]
-        else:
-            dtype = self._stored_dtype(name)
-        tensor = HostTensor.empty(shape, dtype)
+        block_bytes = BLOCKS[stored.dtype][1]
+        tensor = HostTensor.empty((stored.nbytes // block_bytes, block_bytes), UINT8)
         self._files.read_into(name, _bytes_of(tensor))
         self._count(stored.nbytes)
         return tensor.to_torch().to(torch_device(self._device))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import msgspec
 
 from quickstep.model.decoder_spec import (
+    LatentSpec,
+    Mamba2,
     ModelSpec,
     NormPlacement,
     QKNorm,
@@ -25,6 +27,9 @@ Shapes = dict[str, Shape]  # by tensor name
 STATE_MIXER = "linear_attn."
 # of Gated DeltaNet, in the order in which they are one matrix
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+# The keys and values of all heads as products of a latent: in the model's dtype in every format.
+LATENT_HEADS = "kv_b_proj"
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
@@ -99,6 +104,9 @@ def _norm_names(spec: ModelSpec) -> list[str]:
 
 
 def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    if spec.latent is not None:
+        yield from latent_tensors(spec, spec.latent)
+        return
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden = spec.hidden_size
     if spec.naming.fused_qkv:
@@ -131,6 +139,9 @@ def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
             yield f"{start}conv1d.bias", (channels,)
         yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
         return
+    if isinstance(mixer, Mamba2):
+        yield from _mamba(mixer, hidden)
+        return
     heads, values = mixer.num_value_heads, mixer.num_values
     for name, num_outputs in zip(DELTA_PROJECTIONS, mixer.parts, strict=True):
         yield from _projection(f"{start}{name}", num_outputs, hidden, False)
@@ -139,6 +150,35 @@ def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
     yield f"{start}dt_bias", (heads,)
     yield f"{start}norm.weight", (mixer.value_size,)
     yield from _projection(f"{start}out_proj", hidden, values, False)
+
+
+def _mamba(mixer: Mamba2, hidden: int) -> Iterator[tuple[str, Shape]]:
+    start = STATE_MIXER
+    yield from _projection(f"{start}in_proj", mixer.num_inputs, hidden, mixer.bias)
+    yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
+    if mixer.conv_bias:
+        yield f"{start}conv1d.bias", (mixer.num_channels,)
+    for name in ("A_log", "dt_bias", "D"):
+        yield f"{start}{name}", (mixer.num_heads,)
+    if mixer.has_norm:
+        yield f"{start}norm.weight", (mixer.num_outputs,)
+    yield from _projection(f"{start}out_proj", hidden, mixer.num_outputs, mixer.bias)
+
+
+def latent_tensors(spec: ModelSpec, latent: LatentSpec) -> Iterator[tuple[str, Shape]]:
+    """Those of attention over latents, within a layer."""
+    heads, hidden = spec.num_heads, spec.hidden_size
+    if latent.query_rank is None:
+        yield "self_attn.q_proj.weight", (heads * spec.head_size, hidden)
+    else:
+        yield "self_attn.q_a_proj.weight", (latent.query_rank, hidden)
+        yield "self_attn.q_a_layernorm.weight", (latent.query_rank,)
+        yield "self_attn.q_b_proj.weight", (heads * spec.head_size, latent.query_rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (latent.kept_size, hidden)
+    yield "self_attn.kv_a_layernorm.weight", (latent.rank,)
+    of_head = latent.nope_size + latent.value_size
+    yield f"self_attn.{LATENT_HEADS}.weight", (heads * of_head, latent.rank)
+    yield "self_attn.o_proj.weight", (hidden, heads * latent.value_size)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:

@@ -29,6 +29,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import (
     DELTA_PROJECTIONS,
+    LATENT_HEADS,
     Shapes,
     layer_tensors,
     outer_tensors,
@@ -58,6 +59,7 @@ _STACKS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
     DELTA_PROJECTIONS,
 )
 
@@ -113,14 +115,18 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return False
         return any(storage.parts(name, shape) is not None for name, shape in self.shapes.items())
 
-    def held_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights in memory, for a model's dtype of so many bytes."""
+    def held_bytes(self, dtype_bytes: int, *, holds_float8: bool) -> int:
+        """Bytes of the weights in memory, for a model's dtype of so many bytes; numbers in e4m3 are
+        held in that dtype unless `holds_float8`.
+        """
         total = 0
         stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
         for name, shape in self.shapes.items():
             stacks.setdefault(_stack_of(name), []).append((shape, self._form(name, shape)))
         for stack in stacks.values():
             forms = [form for _, form in stack if form is not None]
+            if any(form.is_float8 for form in forms) and not holds_float8:
+                forms = []
             outputs = sum(shape[0] for shape, _ in stack)
             if len(forms) < len(stack):
                 total += sum(math.prod(shape) for shape, _ in stack) * dtype_bytes
@@ -130,6 +136,8 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         if self.spec.tied and self.names.head_stored:
             head = self.shapes[self.names.lm_head]
             form = self._form(self.names.lm_head, head)
+            if form is not None and form.is_float8 and not holds_float8:
+                form = None
             total -= math.prod(head) * dtype_bytes if form is None else form.num_bytes(head)
         return total
 
@@ -169,6 +177,25 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         expected = self.stored()
         others = (name for name in self.files.tensors if name not in expected)
         return tuple(name for name in others if self._is_beside(name))
+
+    def has_float8(self) -> bool:
+        """Whether a matrix is stored in e4m3."""
+        forms = (self._form(name, shape) for name, shape in self.shapes.items())
+        return any(form is not None and form.is_float8 for form in forms)
+
+    def loaded_names(self) -> DecoderNames:
+        """The names of what is to be loaded: a tied model that stores its embedding twice, byte for
+        byte, has one matrix. Raises ConfigError.
+        """
+        names = self.names
+        if not (self.spec.tied and names.head_stored):
+            return names
+        outer = (names.embed_tokens, names.lm_head)
+        parts = [list(self._parts(name, self.shapes[name]) or (name,)) for name in outer]
+        is_same = len(parts[0]) == len(parts[1]) and all(
+            self.files.equal(a, b) for a, b in zip(*parts, strict=True)
+        )
+        return msgspec.structs.replace(names, head_stored=not is_same)
 
     def rounded_again(self) -> tuple[str, ...]:
         """The matrices whose stored values no product here reads: they are rounded once more."""
@@ -211,12 +238,17 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     def _form(self, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
         if self.storage is None or self.storage.parts(name, shape) is None:
             return None
+        if name.endswith(f".{LATENT_HEADS}.weight"):
+            return None  # held in the model's dtype
         return self.storage.form(name, shape)
 
     def _ignored(self, tensor: StoredTensor) -> bool:
         """Tensors that compute nothing here: old buffers, a vision tower, another head."""
         name = tensor.name
         if name.startswith(self.spec.naming.ignored) or _BUFFERS.fullmatch(name):
+            return True
+        module = self.spec.naming.ignored_module
+        if module is not None and f".{module}." in name:
             return True
         if name.endswith(".bias") and len(tensor.shape) == 4:
             return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension

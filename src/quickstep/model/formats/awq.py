@@ -10,19 +10,19 @@ A word holds eight neighbouring outputs in the order 0 2 4 6 1 3 5 7, lowest bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from torch import Tensor
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
-from quickstep.model.formats.gptq import unpack_words
-from quickstep.model.formats.storage import checked_group, module_of
+from quickstep.model.formats.gptq import check_words, unpack_words
+from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.weights import QuantizedWeight
+from quickstep.ops.weights import StoredRows
 
 _SOURCE = "config.json's quantization_config"
 
@@ -60,8 +60,8 @@ class AwqStorage:
             )
         outputs, inputs = shape
         groups = inputs // checked_group(module, self._group_size, inputs)
-        if outputs % 8:
-            raise ConfigError(f"{module} has {outputs} outputs, AWQ packs multiples of 8")
+        if outputs % 8 or inputs % 8:
+            raise ConfigError(f"{module} is {outputs} x {inputs}, AWQ packs multiples of 8")
         return {
             f"{module}.qweight": (inputs, outputs // 8),
             f"{module}.qzeros": (groups, outputs // 8),
@@ -76,28 +76,22 @@ class AwqStorage:
             4, None if group_size == shape[1] else group_size, True, scales.dtype != "F16"
         )
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values [N, C]; the files have them as [C, N]."""
-        module = module_of(name)
-        return QuantizedWeight(
-            _outputs_first(reader.raw(f"{module}.qweight")),
-            reader.raw(f"{module}.scales").float().t().contiguous(),
-            _outputs_first(reader.raw(f"{module}.qzeros")).float(),
-            4,
-            checked_group(name, self._group_size, shape[1]),
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
+        """Half bytes of 8 outputs in each word; the files have the matrix as [C, N]."""
+        module, outputs = module_of(name), shape[0]
+        check_words(self._files, f"{module}.qweight")
+        check_words(self._files, f"{module}.qzeros")
+        zeros = unpack_words(reader.array(f"{module}.qzeros"), 4)
+        ordered = zeros.reshape(zeros.shape[0], -1, 8)[:, :, _PLACES].reshape(zeros.shape[0], -1)
+        return replace(
+            reader.rows(f"{module}.qweight", outputs, "U4"),
+            layout="awq",
+            stored_rows=outputs,
+            scales=factors(reader.floats(f"{module}.scales").T),
+            zeros=factors(ordered.T),
         )
-
-    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """None: quantized values are packed in words here, so they are read."""
 
     def has_no_effect(self, name: str) -> bool:
         """False: AWQ stores no tensor without effect."""
         del name
         return False
-
-
-def _outputs_first(words: Tensor) -> Tensor:
-    """words [C, N/8] -> quantized values [N, C]."""
-    quants = unpack_words(words, 4)
-    ordered = quants.view(quants.shape[0], -1, 8)[:, :, _PLACES]
-    return ordered.flatten(1).t().contiguous()

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
-from quickstep.model.formats.storage import checked_group, module_of
+from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.weights import QuantizedWeight
+from quickstep.ops.tensors import UINT8, Array, HostTensor
+from quickstep.ops.weights import StoredRows
 
 _TYPES = ("nf4", "fp4")
 
@@ -89,30 +90,26 @@ class BitsAndBytesStorage:
         group = None if group_size == shape[1] else group_size
         return MatrixFormat(8, group, wide_scales=True, is_rounded_again=True)
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values [N, C], about the middle."""
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
+        """Signed bytes, or half bytes that name one of 255 steps."""
         blocks = self._blocks(name, shape)
         if blocks is None:
             layout = f"{module_of(name)}.weight_format"
             if layout in self._files.tensors:
-                reader.raw(layout)
-            quants = (reader.raw(name) ^ -128).view(torch.uint8)  # -128.. becomes 0..
-            scales = reader.raw(f"{module_of(name)}.SCB").float().unsqueeze(1) / 127
-            return QuantizedWeight(quants, scales, None, 8, shape[1])
-        reader.raw(blocks.state)
-        levels = reader.raw(f"{name}.quant_map").float()
-        steps = ((levels * 127).round() + 128).to(torch.uint8)
-        halves = reader.raw(name).flatten()
-        quants = steps[torch.stack((halves >> 4, halves & 15), -1).long().flatten()]
+                reader.array(layout)
+            scales = reader.floats(f"{module_of(name)}.SCB").reshape(-1, 1) / 127
+            return replace(reader.rows(name, shape[0], "I8"), scales=factors(scales))
+        reader.array(blocks.state)
+        steps = (reader.floats(f"{name}.quant_map") * 127).round() + 128
+        levels = np.nan_to_num(steps).clip(0, 255).astype(np.uint8)
         group_size = _group_size(name, blocks, shape)
-        starts = torch.arange(0, math.prod(shape), group_size, device=quants.device) // blocks.size
+        starts = np.arange(0, math.prod(shape), group_size) // blocks.size
         scales = _absmax(name, blocks, reader)[starts] / 127
-        return QuantizedWeight(
-            quants[: math.prod(shape)].view(shape), scales.view(shape[0], -1), None, 8, group_size
+        return replace(
+            reader.rows(name, shape[0], "LEVELS_HIGH"),
+            scales=factors(scales.reshape(shape[0], -1)),
+            levels=HostTensor(levels, UINT8),
         )
-
-    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """None: quantized values are packed in words here, so they are read."""
 
     def has_no_effect(self, name: str) -> bool:
         """False: bitsandbytes stores no tensor without effect."""
@@ -161,11 +158,13 @@ def _group_size(name: str, blocks: _Blocks, shape: Shape) -> int:
     return checked_group(name, math.gcd(blocks.size, shape[1]), shape[1])
 
 
-def _absmax(name: str, blocks: _Blocks, reader: TensorReader) -> Tensor:
-    absmax = reader.raw(f"{name}.absmax")
+def _absmax(name: str, blocks: _Blocks, reader: TensorReader) -> Array:
     if blocks.nested_size is None:
-        return absmax.float()
-    outer = reader.raw(f"{name}.nested_absmax").float()
-    levels = reader.raw(f"{name}.nested_quant_map").float()[absmax.long()]
-    of_block = torch.arange(absmax.numel(), device=absmax.device) // blocks.nested_size
-    return levels * outer[of_block] + blocks.nested_offset
+        return reader.floats(f"{name}.absmax")
+    absmax = reader.array(f"{name}.absmax")
+    if absmax.dtype != np.uint8:
+        raise ConfigError(f"{name}.absmax holds {absmax.dtype}; doubly quantized, it is uint8")
+    outer = reader.floats(f"{name}.nested_absmax")
+    levels = reader.floats(f"{name}.nested_quant_map")[absmax]
+    of_block = np.arange(absmax.size) // blocks.nested_size
+    return levels * outer[of_block] + np.float32(blocks.nested_offset)

@@ -20,25 +20,26 @@ import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import torch
+import numpy as np
 from msgspec.structs import replace
-from torch import Tensor
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
-from quickstep.model.formats.fp8 import Block, block_of, check_float8, float8_weight
+from quickstep.model.formats.fp8 import Block, block_of, check_float8, float8_rows
 from quickstep.model.formats.gptq import (
+    check_words,
     group_indices,
-    requantized,
+    read_order,
     requantized_form,
     unpack_words,
 )
-from quickstep.model.formats.storage import checked_group, module_of
+from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import HostTensor
+from quickstep.ops.weights import StoredRows
 
 _SOURCE = "config.json's quantization_config"
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
@@ -238,50 +239,28 @@ class CompressedTensorsStorage:
         wide = self._files.tensors[f"{module}.weight_scale"].dtype != "F16"
         return MatrixFormat(scheme.bits, group, self._has_zeros(module, scheme), wide)
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values [N, C], about 2**(bits - 1) where they have no zeros."""
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
+        """Words of neighbouring inputs, signed bytes, or e4m3."""
         module = module_of(name)
         scheme = self._scheme(module)
         if scheme.is_float8:
-            scale = reader.raw(f"{module}.weight_scale")
-            return float8_weight(reader.raw(name), scale, scheme.block)
+            scale = reader.floats(f"{module}.weight_scale")
+            return float8_rows(name, shape, scale, scheme.block, reader)
         outputs, inputs = shape
         group_size = checked_group(module, scheme.group_size, inputs)
-        if f"{module}.weight_packed" in self._files.tensors:
-            quants = unpack_words(reader.raw(f"{module}.weight_packed"), scheme.bits)[:, :inputs]
-            if f"{module}.weight_shape" in self._files.tensors:
-                reader.raw(f"{module}.weight_shape")
-        else:
-            quants = _about_middle(reader.raw(name), scheme.bits)
         groups = (outputs, inputs // group_size)
-        scales = reader.raw(f"{module}.weight_scale").float().expand(groups).contiguous()
-        zeros = self._zeros(module, scheme, groups, reader)
-        weight = QuantizedWeight(quants.contiguous(), scales, zeros, scheme.bits, group_size)
-        name = f"{module}.weight_g_idx"
-        if name in self._files.tensors:
-            reader.raw(name)
-        order = group_indices(self._files, name, group_size)
-        return weight if order is None else requantized(weight, order)
-
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> StoredMatrix | None:
-        """Signed bytes about 0, still in the files, with scales per output or group."""
-        scales: list[Tensor] = []
-        for name, (outputs, inputs) in zip(names, shapes, strict=True):
-            module = module_of(name)
-            scheme = self._scheme(module)
-            extra = ("weight_packed", "weight_zero_point", "weight_g_idx")
-            if scheme.bits != 8 or scheme.is_float8:
-                return None
-            if any(f"{module}.{suffix}" in self._files.tensors for suffix in extra):
-                return None
-            groups = inputs // checked_group(module, scheme.group_size, inputs)
-            scale = reader.raw(f"{module}.weight_scale").float()
-            scales.append(scale.expand((outputs, groups)))
-        if len({scale.shape[1] for scale in scales}) > 1:
-            return None
-        return replace(reader.stored_matrix(names), scales=torch.cat(scales))
+        stored, kind = name, f"I{scheme.bits}"
+        if f"{module}.weight_packed" in self._files.tensors:
+            stored, kind = f"{module}.weight_packed", f"U{scheme.bits}"
+            check_words(self._files, stored)
+            if f"{module}.weight_shape" in self._files.tensors:
+                reader.array(f"{module}.weight_shape")
+        return replace(
+            reader.rows(stored, outputs, kind),
+            scales=factors(np.broadcast_to(reader.floats(f"{module}.weight_scale"), groups)),
+            zeros=self._zeros(module, scheme, groups, reader),
+            order=read_order(self._files, f"{module}.weight_g_idx", group_size, reader),
+        )
 
     def has_no_effect(self, name: str) -> bool:
         """No tensor: compressed-tensors writes no unused ones."""
@@ -325,27 +304,24 @@ class CompressedTensorsStorage:
 
     def _zeros(
         self, module: str, scheme: WeightScheme, groups: tuple[int, int], reader: TensorReader
-    ) -> Tensor | None:
+    ) -> HostTensor | None:
         """[N, G] float32, None for the middle. Symmetric files may hold zero points, all zero."""
         name = f"{module}.weight_zero_point"
         if name not in self._files.tensors:
             if not scheme.symmetric:
                 raise ConfigError(f"{name} is missing, although {module} is asymmetric")
             return None
-        stored = reader.raw(name)
-        if stored.dtype == torch.int32:
-            quants = unpack_words(stored.t(), scheme.bits).t()[: groups[0]]
-        else:
-            quants = _about_middle(stored, scheme.bits)
+        stored = reader.array(name)
         middle = 2 ** (scheme.bits - 1)
+        if self._files.tensors[name].dtype == "I32":
+            zeros = unpack_words(stored.T, scheme.bits).T[: groups[0]]
+        elif self._files.tensors[name].dtype == "I8":
+            zeros = (stored.astype(np.int16) + middle).astype(np.uint8)
+        else:
+            dtype = self._files.tensors[name].dtype
+            raise ConfigError(f"{name} is stored as {dtype}; I8 and I32 words are supported")
         if not scheme.symmetric:
-            return quants.float().expand(groups).contiguous()
-        if bool((quants != middle).any()):
+            return factors(np.broadcast_to(zeros, groups))
+        if (zeros != middle).any():
             raise ConfigError(f"{name} is not zero, although {module} is symmetric")
         return None
-
-
-def _about_middle(signed: Tensor, bits: int) -> Tensor:
-    """int8 quantized values -> uint8 quantized values about 2**(bits - 1)."""
-    wide: Tensor = signed.to(torch.int16) + 2 ** (bits - 1)
-    return wide.to(torch.uint8)

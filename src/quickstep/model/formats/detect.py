@@ -1,6 +1,6 @@
 """Which format a checkpoint is stored in, by its config's `quantization_config` or its file.
 
-All formats but GGUF decode with torch, so each is imported where a checkpoint has it.
+Each format is imported where a checkpoint has it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from quickstep.model.checkpoint.gguf_spec import GGUF_ARCHITECTURE
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     from quickstep.model.checkpoint.tensor_schema import Shapes
@@ -44,8 +43,7 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
     """The format of a checkpoint; None if no matrix is quantized.
 
     Raises:
-        ConfigError: A format, or a variant of one, that is not supported, or one that torch is
-            missing for.
+        ConfigError: A format, or a variant of one, that is not supported.
     """
     if GGUF_ARCHITECTURE in config:
         from quickstep.model.formats.gguf import GgufStorage
@@ -60,7 +58,6 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
             f"the checkpoint is quantized by {method or 'an unnamed method'}, which is not "
             f"supported; supported are {_SUPPORTED}"
         )
-    require_torch(f"a checkpoint in the format {method}")
     return _open(method, found, files)
 
 

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+import numpy as np
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
-from quickstep.model.formats.storage import checked_group, module_of
+from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import Array
+from quickstep.ops.weights import StoredRows
 
 _SOURCE = "config.json's quantization_config"
 
@@ -71,16 +73,10 @@ class Fp8Storage:
         group = None if self._block is None or self._block[1] == shape[1] else self._block[1]
         return MatrixFormat(8, group, is_float8=True)
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
         """The numbers [N, C], each output with the scales of its blocks."""
-        del shape
-        scale = reader.raw(f"{module_of(name)}.{self._scale}")
-        return float8_weight(reader.raw(name), scale, self._block)
-
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> StoredMatrix | None:
-        """None: no implementation loads e4m3 from files."""
+        scale = reader.floats(f"{module_of(name)}.{self._scale}")
+        return float8_rows(name, shape, scale, self._block, reader)
 
     def has_no_effect(self, name: str) -> bool:
         """No tensor."""
@@ -106,12 +102,13 @@ def check_float8(files: TensorFiles, name: str) -> None:
         raise ConfigError(f"{name} has a scale of fp8 and is {dtype}; F8_E4M3 is supported")
 
 
-def float8_weight(quants: Tensor, scale: Tensor, block: Block | None) -> QuantizedWeight:
-    """A weight of bytes [N, C] with its scales: one, [N], [N, 1], or one per block."""
-    outputs, inputs = quants.shape
-    scales = scale.float()
+def float8_rows(
+    name: str, shape: Shape, scale: Array, block: Block | None, reader: TensorReader
+) -> StoredRows:
+    """A weight of e4m3 [N, C] with its scales: one, [N], [N, 1], or one per block."""
+    outputs = shape[0]
     if block is None:
-        rows = scales.reshape(-1, 1).expand(outputs, 1).contiguous()
-        return QuantizedWeight(quants, rows, None, 8, inputs, is_float8=True)
-    rows = scales.repeat_interleave(block[0], 0)[:outputs].contiguous()
-    return QuantizedWeight(quants, rows, None, 8, min(block[1], inputs), is_float8=True)
+        rows = np.broadcast_to(scale.reshape(-1, 1), (outputs, 1))
+    else:
+        rows = scale.repeat(block[0], 0)[:outputs]
+    return replace(reader.rows(name, outputs, "E4M3"), scales=factors(rows))

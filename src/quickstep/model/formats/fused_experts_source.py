@@ -1,25 +1,25 @@
 """A `TensorSource` that reads experts one by one from tensors that hold all of a layer's experts.
 
-MXFP4 (OCP Microscaling Formats, 1.0) is decoded here: quantized values of 4 bits (e2m1, the low
-half of a byte first) times a power of two per 32 of them. The products are exact in bfloat16 and
-float32; in the model's dtype they are weights like others, so that `--quantization` may round them
-to quantized values.
-
-A layer's tensors are held, as they are stored, until another layer's are read.
+MXFP4 (OCP Microscaling Formats, 1.0): quantized values of 4 bits (e2m1, the low half of a byte
+first) times a power of two per 32 of them. The products are exact in bfloat16 and float32; in the
+model's dtype they are weights like others, so that `--quantization` may round them to quantized
+values. Levels are doubled, so that they are integers, and scales are halved.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+
+import numpy as np
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.formats.fused_experts import ExpertTensor, FusedExperts
-from quickstep.ops.tensors import to_torch
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix
+from quickstep.model.formats.storage import E2M1_LEVELS, factors
+from quickstep.ops.tensors import UINT8, AnyTensor, Array, HostTensor, torch_device
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NO_SCALE = 255
 
 
@@ -29,78 +29,92 @@ class FusedExpertsSource:
     def __init__(self, reader: TensorReader, experts: FusedExperts) -> None:
         self._reader = reader
         self._experts = experts
-        self._layer = ""
-        self._held: dict[str, Tensor] = {}
+        self._layer = ""  # that biases are held of
+        self._biases: dict[str, AnyTensor] = {}
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor."""
+    def tensor(self, name: str) -> AnyTensor:
+        """One tensor; of experts, a bias."""
         found = self._experts.find(name)
         if found is None:
-            return to_torch(self._reader.tensor(name))
-        tensor = self._bias(found) if found.is_bias else self._weight(found)
-        return _gate_above_up(tensor) if found.interleaved else tensor.contiguous()
+            return self._reader.tensor(name)
+        assert found.is_bias
+        if found.layer != self._layer:
+            self._layer, self._biases = found.layer, {}
+        if found.name not in self._biases:
+            self._biases[found.name] = self._reader.tensor(found.name)
+        bias: AnyTensor = self._biases[found.name][found.index]
+        return self._reader.joined((bias[0::2], bias[1::2])) if found.interleaved else bias
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, one below the other along the first dimension."""
         if any(self._experts.find(name) is not None for name in names):
-            return torch.cat([self.tensor(name) for name in names])
-        return to_torch(self._reader.stacked(names))
+            return self._reader.joined([self.tensor(name) for name in names])
+        return self._reader.stacked(names)
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """The stacked matrix, not quantized."""
-        return self.stacked(names)
+        found = [self._experts.find(name) for name in names]
+        if all(expert is None for expert in found):
+            return self._reader.linear(names)
+        # Imported here: it needs torch.
+        from quickstep.model.formats.stored_values import decode_rows
 
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """A matrix in its files; None for an expert's, which is packed in another order."""
-        if any(self._experts.find(name) is not None for name in names):
+        parts = []
+        for expert in found:
+            assert expert is not None
+            rows, num_inputs = self._rows(expert)
+            part = decode_rows(rows, num_inputs, torch_device(self._reader.device))
+            part = part.dequantized() if isinstance(part, QuantizedWeight) else part
+            parts.append(part.to(self._reader.dtype))
+        return self._reader.joined(parts)
+
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
+        """A matrix in its files, to be converted to the model's dtype."""
+        found = [self._experts.find(name) for name in names]
+        if all(expert is None for expert in found):
+            return self._reader.stored(names, floating=floating)
+        kind = self._reader.loaded_kind
+        if kind is None:
             return None
-        return self._reader.stored(names)
+        parts = [self._rows(expert) for expert in found if expert is not None]
+        return StoredMatrix(kind, tuple(rows for rows, _ in parts), parts[0][1])
 
-    def _bias(self, found: ExpertTensor) -> Tensor:
-        return self._all_experts(found, found.name)[found.index]
+    def _rows(self, found: ExpertTensor) -> tuple[StoredRows, int]:
+        """Where an expert's matrix is, and its number of inputs."""
+        if self._experts.is_mxfp4:
+            return self._mxfp4_rows(found)
+        _, inputs, outputs = self._reader.shape(found.name)
+        part = found.index, self._experts.num_experts
+        rows = replace(
+            self._reader.rows(found.name, outputs, part=part),
+            layout="columns",
+            stored_rows=outputs,
+            head_size=outputs if found.interleaved else 0,
+        )
+        return rows, inputs
 
-    def _weight(self, found: ExpertTensor) -> Tensor:
-        """[outputs, inputs], in the files' order."""
-        if not self._experts.is_mxfp4:
-            return self._all_experts(found, found.name)[found.index].t()
-        blocks = self._quants(found, f"{found.name}_blocks")
-        scales = self._quants(found, f"{found.name}_scales")
-        return mxfp4_values(blocks, scales).to(self._reader.dtype)
-
-    def _all_experts(self, found: ExpertTensor, name: str) -> Tensor:
-        self._enter(found.layer)
-        if name not in self._held:
-            self._held[name] = to_torch(self._reader.tensor(name))
-        return self._held[name]
-
-    def _quants(self, found: ExpertTensor, name: str) -> Tensor:
-        self._enter(found.layer)
-        if name not in self._held:
-            raw = self._reader.raw(name)
-            if raw.dtype != torch.uint8:
-                raise ConfigError(f"tensor {name!r} holds {raw.dtype}, MXFP4 is stored as bytes")
-            if name.endswith("_scales") and bool((raw == _NO_SCALE).any()):
-                raise ConfigError(f"tensor {name!r} holds a scale of 255, which is no number")
-            self._held[name] = raw
-        return self._held[name][found.index]
-
-    def _enter(self, layer: str) -> None:
-        if layer != self._layer:
-            self._layer = layer
-            self._held.clear()
-
-
-def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks [N, G, 16] and scales [N, G], bytes -> [N, 32 * G] bfloat16, exactly."""
-    quants = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16)
-    # both quantized values of a byte are looked up as one word
-    pairs = torch.stack((quants.repeat(16), quants.repeat_interleave(16)), -1).view(torch.int32)
-    powers = torch.tensor([2.0 ** (scale - 127) for scale in range(256)], dtype=torch.bfloat16)
-    words = pairs.flatten().to(blocks.device).index_select(0, blocks.flatten().int())
-    values = words.view(blocks.shape).view(torch.bfloat16)
-    return values.mul_(powers.to(scales.device)[scales.int()].unsqueeze(-1)).flatten(1)
+    def _mxfp4_rows(self, found: ExpertTensor) -> tuple[StoredRows, int]:
+        blocks, part = f"{found.name}_blocks", (found.index, self._experts.num_experts)
+        _, outputs, groups, _ = self._reader.shape(blocks)
+        for name in (blocks, f"{found.name}_scales"):
+            dtype = self._reader.stored_as(name)
+            if dtype not in ("U8", "F8_E8M0"):
+                raise ConfigError(f"tensor {name!r} holds {dtype}, MXFP4 is stored as bytes")
+        exponents = self._reader.array(name, part=part)
+        if (exponents == _NO_SCALE).any():
+            raise ConfigError(f"tensor {name!r} holds a scale of 255, which is no number")
+        scales = _POWERS[exponents.reshape(outputs, groups)]
+        if found.interleaved:
+            scales = np.concatenate((scales[0::2], scales[1::2]))
+        rows = replace(
+            self._reader.rows(blocks, outputs, "LEVELS", part),
+            head_size=outputs if found.interleaved else 0,
+            stored_rows=outputs,
+            scales=factors(scales),
+            levels=HostTensor(E2M1_LEVELS, UINT8),
+        )
+        return rows, groups * 32
 
 
-def _gate_above_up(rows: Tensor) -> Tensor:
-    """Rows in turn of gate and up -> gate's, then up's."""
-    return torch.cat((rows[0::2], rows[1::2]))
+# halves of the powers of two that an exponent of 8 bits stands for
+_POWERS: Array = np.array([math.ldexp(0.5, exponent - 127) for exponent in range(256)], np.float32)

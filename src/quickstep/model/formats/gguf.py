@@ -13,7 +13,7 @@ a head's halves are rotated, so readers restore the order of rows (`gguf_paired_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from quickstep.model.checkpoint.gguf_spec import gguf_has_paired_heads
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
@@ -23,7 +23,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.model.formats.storage import PairedHeads, checked_group
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix
+from quickstep.ops.weights import StoredRows
 
 
 class GgufStorage:
@@ -46,19 +46,9 @@ class GgufStorage:
         group = None if group_size == shape[-1] else group_size
         return MatrixFormat(kind.bits, group, kind.has_zeros, kind.wide_scales)
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values [N, C], decoded some blocks at a time."""
-        # Imported here: the native kernels load without torch.
-        from quickstep.model.formats.gguf_blocks import decode_blocks
-
-        return decode_blocks(self._files.tensors[name].dtype, reader.raw(name), shape)
-
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> StoredMatrix | None:
-        """The blocks, still in the file, each tensor's of its own type."""
-        del shapes
-        return reader.stored_matrix(names)
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
+        """The blocks, each tensor's of its own type."""
+        return reader.rows(name, shape[0])
 
     def has_no_effect(self, name: str) -> bool:
         """Whether it is a table of rotary frequencies: the spec has them."""

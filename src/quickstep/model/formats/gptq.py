@@ -21,24 +21,24 @@ order, as files with static groups have it, changes nothing. compressed-tensors 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
-from quickstep.model.formats.storage import checked_group, module_of
+from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.reference.quantize import quantize
-from quickstep.ops.weights import QuantizedWeight
+from quickstep.ops.tensors import INT32, Array, HostTensor
+from quickstep.ops.weights import REQUANTIZED_GROUPS, StoredRows
 
 _SOURCE = "config.json's quantization_config"
 _UNQUANTIZED_BITS = 16
-_REQUANTIZED_GROUPS = (32, 16)
 
 
 class GptqStorage:
@@ -95,27 +95,24 @@ class GptqStorage:
         group = None if group_size == shape[1] else group_size
         return MatrixFormat(self._bits, group, True, wide)
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values [N, C]; the files have them as [C, N]."""
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
+        """Words of neighbouring inputs; the files have the matrix as [C, N]."""
         module, bits = module_of(name), self._bits
         group_size = checked_group(name, self._group_size, shape[1])
-        quants = unpack_words(reader.raw(f"{module}.qweight").t(), bits)
-        stored = unpack_words(reader.raw(f"{module}.qzeros"), bits)
-        zeros = (stored + self._stored_less(module, stored)) & (2**bits - 1)
-        weight = QuantizedWeight(
-            quants,
-            reader.raw(f"{module}.scales").float().t().contiguous(),
-            zeros.float().t().contiguous(),
-            bits,
-            group_size,
+        check_words(self._files, f"{module}.qweight")
+        check_words(self._files, f"{module}.qzeros")
+        stored = unpack_words(reader.array(f"{module}.qzeros"), bits)
+        zeros = (stored + np.uint8(self._stored_less(module, stored))) & np.uint8(2**bits - 1)
+        return replace(
+            reader.rows(f"{module}.qweight", shape[0], f"U{bits}"),
+            layout="columns",
+            stored_rows=shape[0],
+            scales=factors(reader.floats(f"{module}.scales").T),
+            zeros=factors(zeros.T),
+            order=read_order(self._files, f"{module}.g_idx", group_size, reader),
         )
-        name = f"{module}.g_idx"
-        if name in self._files.tensors:
-            reader.raw(name)
-        order = group_indices(self._files, name, group_size)
-        return weight if order is None else requantized(weight, order)
 
-    def _stored_less(self, module: str, stored: Tensor) -> int:
+    def _stored_less(self, module: str, stored: npt.NDArray[np.uint8]) -> int:
         """What is to be added to stored zero points: by their values where all are the middle in
         one of the two forms, else by the label.
         """
@@ -130,9 +127,6 @@ class GptqStorage:
             f"stored as {middle - 1} (gptq) or {middle} (gptq_v2); the files hold "
             f"{int(stored.min())} to {int(stored.max())}"
         )
-
-    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """None: quantized values are packed in words here, so they are read."""
 
     def has_no_effect(self, name: str) -> bool:
         """AutoGPTQ writes a bias for every module, of zeros where the model has none."""
@@ -175,20 +169,36 @@ def _refuse_rules(fields: ConfigFields) -> None:
 assert sys.byteorder == "little", "words are read byte by byte"
 
 
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """32-bit words [R, W], lowest bits first, -> quantized values [R, W * 32 / bits] uint8, as AWQ,
-    GPTQ and compressed-tensors pack 4 or 8 bits. Raises ConfigError.
+def check_words(files: TensorFiles, name: str) -> None:
+    """Raise ConfigError unless a tensor holds 32-bit words."""
+    stored = files.tensors[name]
+    if stored.dtype != "I32":
+        raise ConfigError(f"{name} is stored as {stored.dtype}; packed values are I32 words")
+
+
+def unpack_words(words: Array, bits: int) -> npt.NDArray[np.uint8]:
+    """32-bit words [R, W], lowest bits first, -> quantized values [R, W * 32 / bits], as AWQ, GPTQ
+    and compressed-tensors pack 4 or 8 bits.
     """
-    if words.dtype != torch.int32:
-        raise ConfigError(f"packed values are stored as {words.dtype}; int32 words are supported")
-    octets = words.contiguous().view(torch.uint8)
+    octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets
-    return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    return np.stack((octets & 15, octets >> 4), -1).reshape(octets.shape[0], -1)
 
 
-def group_indices(files: TensorFiles, name: str, group_size: int) -> Tensor | None:
-    """A `g_idx`: the group of each input, [C] int64; None if they are in order or it is missing.
+def read_order(
+    files: TensorFiles, name: str, group_size: int, reader: TensorReader
+) -> HostTensor | None:
+    """A `g_idx`, [C] int32, which counts as read; None if the groups are in order."""
+    if name not in files.tensors:
+        return None
+    reader.array(name)
+    order = group_indices(files, name, group_size)
+    return None if order is None else HostTensor(order, INT32)
+
+
+def group_indices(files: TensorFiles, name: str, group_size: int) -> npt.NDArray[np.int32] | None:
+    """A `g_idx`: the group of each input, [C]; None if they are in order or it is missing.
 
     Raises:
         ConfigError: An input belongs to no group.
@@ -200,12 +210,12 @@ def group_indices(files: TensorFiles, name: str, group_size: int) -> Tensor | No
         raise ConfigError(f"{name} is stored as {stored.dtype}, it must be I32")
     content = bytearray(stored.nbytes)
     files.read_into(name, memoryview(content))
-    order = torch.frombuffer(content, dtype=torch.int32).long()
-    in_order = torch.arange(order.numel()) // group_size
-    if torch.equal(order, in_order):
+    order = np.frombuffer(content, dtype=np.int32)
+    in_order = np.arange(order.size, dtype=np.int32) // group_size
+    if np.array_equal(order, in_order):
         return None
-    if int(order.min()) < 0 or int(order.max()) > int(in_order[-1]):
-        raise ConfigError(f"{name} names group {int(order.max())}, the last one is {in_order[-1]}")
+    if order.min() < 0 or order.max() > in_order[-1]:
+        raise ConfigError(f"{name} names group {order.max()}, the last one is {in_order[-1]}")
     return order
 
 
@@ -213,16 +223,6 @@ def requantized_form(num_inputs: int) -> MatrixFormat:
     """The form that a matrix with scattered groups is held in."""
     return MatrixFormat(
         8,
-        next((size for size in _REQUANTIZED_GROUPS if num_inputs % size == 0), None),
+        next((size for size in REQUANTIZED_GROUPS if num_inputs % size == 0), None),
         is_rounded_again=True,
     )
-
-
-def requantized(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
-    """A matrix [N, C] whose input c belongs to group order[c] ([C] int64), rounded again."""
-    order = order.to(weight.quants.device)
-    zeros = weight.zeros
-    middle = 2 ** (weight.bits - 1) if zeros is None else zeros[:, order]
-    dequantized = (weight.quants.float() - middle) * weight.scales[:, order]
-    form = requantized_form(dequantized.shape[1])
-    return quantize(dequantized, form.bits, form.group_size, form.has_zeros)

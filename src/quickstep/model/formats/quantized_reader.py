@@ -18,12 +18,14 @@ from msgspec.structs import replace
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shapes
 from quickstep.model.formats.storage import MatrixStorage, PairedHeads
-from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT, to_torch
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT, to_torch, torch_device
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+_FLOAT8 = "E4M3"
 
 
 class QuantizedReader:
@@ -60,34 +62,39 @@ class QuantizedReader:
         ]
         return stack_matrices(quantized, self._reader.dtype)
 
-    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The stacked matrix in its files, where these hold no more than rows of it."""
-        shapes = [self._shapes[name] for name in names]
-        quantized = [
-            self._storage.parts(name, shape) is not None
-            for name, shape in zip(names, shapes, strict=True)
-        ]
-        if self._reader.device.type != "cpu":
+    def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
+        """The stacked matrix in its files: in quantized values where all its parts are in some that
+        the kernels multiply.
+        """
+        kind = self._reader.loaded_kind
+        if kind is None:
             return None
-        if all(quantized):
-            matrix = self._storage.stored(names, shapes, self._reader)
+        is_quantized = [self._is_quantized(name) for name in names]
+        parts = [self._rows(name) for name in names]
+        held = parts[0].kind
+        if floating or not all(is_quantized) or any(part.kind == _FLOAT8 for part in parts):
+            held = kind
+        assert held is not None
+        return StoredMatrix(held, tuple(parts), self._shapes[names[0]][1])
+
+    def _rows(self, name: str) -> StoredRows:
+        shape = self._shapes[name]
+        if self._is_quantized(name):
+            rows = self._storage.rows(name, shape, self._reader)
         else:
-            matrix = self._reader.stored(names)
-        if matrix is None or self._paired_heads is None:
-            return matrix
-        parts = (
-            replace(part, head_size=self._paired_heads(name))
-            for name, part in zip(names, matrix.parts, strict=True)
-        )
-        return replace(matrix, parts=tuple(parts))
+            rows = self._reader.rows(name, shape[0])
+        head_size = 0 if self._paired_heads is None else self._paired_heads(name)
+        return replace(rows, head_size=head_size) if head_size else rows
+
+    def _is_quantized(self, name: str) -> bool:
+        return self._storage.parts(name, self._shapes[name]) is not None
 
     def _part(self, name: str) -> AnyTensor | QuantizedWeight:
         head_size = 0 if self._paired_heads is None else self._paired_heads(name)
-        shape = self._shapes[name]
-        if self._storage.parts(name, shape) is None:
+        if not self._is_quantized(name):
             tensor = self._reader.tensor(name)
             return tensor if head_size == 0 else _unpaired(tensor, head_size)
-        quantized = self._storage.read(name, shape, self._reader)
+        quantized = self._decoded(name)
         if head_size == 0:
             return quantized
         zeros = None if quantized.zeros is None else _unpaired(quantized.zeros, head_size)
@@ -97,6 +104,21 @@ class QuantizedReader:
             scales=_unpaired(quantized.scales, head_size),
             zeros=zeros,
         )
+
+    def _decoded(self, name: str) -> QuantizedWeight:
+        """The quantized values of a matrix, its rows as the file has them."""
+        shape = self._shapes[name]
+        # Imported here: both need torch.
+        if self._storage.name == "gguf":
+            from quickstep.model.formats.gguf_blocks import decode_blocks
+
+            return decode_blocks(self._reader.stored_as(name), self._reader.raw(name), shape)
+        from quickstep.model.formats.stored_values import decode_rows
+
+        rows = self._storage.rows(name, shape, self._reader)
+        weight = decode_rows(rows, shape[1], torch_device(self._reader.device))
+        assert isinstance(weight, QuantizedWeight)
+        return weight
 
 
 def _unpaired(x: TensorT, head_size: int) -> TensorT:

@@ -1,20 +1,25 @@
-"""What a format of quantized checkpoints is: which tensors hold a matrix, and its quantized values.
+"""What a format of quantized checkpoints is: which tensors hold a matrix, and where its rows are.
 
 One storage per format, over the tensor files of one checkpoint; `formats.detect.find_storage`
 chooses it, `checkpoint.weights` and `formats.quantized_reader` query it matrix by matrix. A matrix
-has the architecture's name (`...q_proj.weight`), whatever the files call its parts.
+has the architecture's name (`...q_proj.weight`), whatever the files call its parts. A storage reads
+the small tensors, with NumPy; quantized values stay in the files (`StoredRows`), to be packed by
+the native kernels or decoded by `formats.stored_values`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import FLOAT32, Array, HostTensor
+from quickstep.ops.weights import StoredRows
 
 _LEAST_GROUP = 16
 
@@ -40,16 +45,8 @@ class MatrixStorage(Protocol):
     def form(self, name: str, shape: Shape) -> MatrixFormat:
         """How a matrix with parts is held once it is read."""
 
-    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values [N, C] of a matrix with parts."""
-
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> StoredMatrix | None:
-        """Matrices with parts, one below the other, in their files; None where they must be read.
-
-        What is more than rows of quantized values (scales apart from them) is read.
-        """
+    def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
+        """Where the files have a matrix with parts, with its scales. Raises ConfigError."""
 
     def has_no_effect(self, name: str) -> bool:
         """Whether a tensor that the architecture lacks changes nothing (a bias of zeros)."""
@@ -70,3 +67,14 @@ def checked_group(name: str, group_size: int | None, num_inputs: int) -> int:
             f"are multiples of {_LEAST_GROUP} that divide the inputs, and all inputs (-1)"
         )
     return group_size
+
+
+def factors(values: Array) -> HostTensor:
+    """Scales or zeros [N, G] as `StoredRows` has them."""
+    return HostTensor(np.require(values, np.float32, ["C", "W"]), FLOAT32)
+
+
+# The 16 values of e2m1 (OCP Microscaling Formats, 1.0) times 2, about 128.
+E2M1_LEVELS: Array = np.array(
+    [128 + sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)], np.uint8
+)

@@ -48,7 +48,7 @@ class Attention:
         slots = step.layout.slot_mapping
         if self._rope is not None:
             cos, sin = step.rotations[self._rope]
-            if table.rotary_write_kv is not None:
+            if table.rotary_write_kv is not None and values is not None:
                 return table.rotary_write_kv(q, k, v, cos, sin, False, keys, values, slots)
             q = table.rotary(q, cos, sin, False)
             k = table.rotary(k, cos, sin, False)

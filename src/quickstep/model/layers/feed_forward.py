@@ -83,6 +83,7 @@ class MixtureOfExperts:
             moe.num_groups,
             moe.groups_per_token,
             moe.weight_scale,
+            moe.counted_per_group,
         )
         routing = route(scores, rule, weights.selection_bias)
         parts = None

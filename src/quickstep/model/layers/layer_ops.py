@@ -60,13 +60,16 @@ class LayerOps(msgspec.Struct, frozen=True):
         """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""
         return self._gather(x, self.shard.outputs(num_columns), num_columns)
 
-    def gather_heads(self, x: Tensor, num_heads: int) -> Tensor:
-        """x [T, n * D] of this rank's heads -> [T, num_heads * D]."""
-        return self._gather(x, self.head_columns(num_heads), num_heads * self.spec.head_size)
+    def gather_heads(self, x: Tensor, num_heads: int, size: int | None = None) -> Tensor:
+        """x [T, n * D] of this rank's heads -> [T, num_heads * D]; `size` is D where it is not the
+        spec's.
+        """
+        size = size or self.spec.head_size
+        return self._gather(x, self.head_columns(num_heads, size), num_heads * size)
 
-    def head_columns(self, num_heads: int) -> range:
+    def head_columns(self, num_heads: int, size: int | None = None) -> range:
         """Which of [T, num_heads * D] are the rank's."""
-        own, size = self.shard.heads(num_heads), self.spec.head_size
+        own, size = self.shard.heads(num_heads), size or self.spec.head_size
         return range(own.start * size, own.stop * size)
 
     def _gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quickstep.model.decoder_spec import KVSize, ModelSpec, StateSize
-from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, LayerWeights
+from quickstep.model.decoder_weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LatentWeights,
+    LayerWeights,
+)
 from quickstep.model.interface import EmittingTokens
 from quickstep.model.layers.attention import Attention
 from quickstep.model.layers.feed_forward import make_feed_forward
 from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
+from quickstep.model.layers.latent_attention import LatentAttention
 from quickstep.model.layers.layer_ops import LayerOps
 from quickstep.model.layers.states import StateMixer
 from quickstep.model.sharding import Shard, shard_spec
@@ -89,6 +95,8 @@ def mixer_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
     """The mixer that a layer of a native architecture has weights of."""
     if isinstance(weights.mixer, AttentionWeights):
         return Attention(ops, weights.mixer, place)
+    if isinstance(weights.mixer, LatentWeights):
+        return LatentAttention(ops, weights.mixer, place)
     return StateMixer(ops, weights.mixer, place)
 
 
@@ -107,11 +115,11 @@ def build_layers(
     num_with_kv = 0
     for index, layer in enumerate(weights.layers, first_layer):
         ops = LayerOps(table, spec, own, shard, index)
-        kept = spec.layers[index].state_mixer
-        place = num_with_kv if kept is None else len(states)
+        state_mixer = spec.layers[index].state_mixer
+        place = num_with_kv if state_mixer is None else len(states)
         layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, place)))
         num_with_kv += layers[-1].kv_size is not None
-        states += () if kept is None else (kept.state_size,)
+        states += () if state_mixer is None else (state_mixer.kept,)
     outer = LayerOps(table, spec, own, shard, spec.num_layers)
 
     def end(stream: ResidualStream) -> Tensor:

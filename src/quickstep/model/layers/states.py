@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from quickstep.model.adapters.lora_modules import Projection
 from quickstep.model.decoder_spec import KVSize
-from quickstep.model.decoder_weights import GatedDeltaWeights, ShortConvLayerWeights
+from quickstep.model.decoder_weights import (
+    Mamba2Weights,
+    ShortConvLayerWeights,
+    StateMixerWeights,
+)
 from quickstep.model.layers.interface import LayerStep
 from quickstep.model.layers.layer_ops import LayerOps
 
@@ -17,9 +22,7 @@ if TYPE_CHECKING:
 class StateMixer:
     """A `Mixer`: `place` is that of its states in a `KVCache`."""
 
-    def __init__(
-        self, ops: LayerOps, weights: ShortConvLayerWeights | GatedDeltaWeights, place: int
-    ) -> None:
+    def __init__(self, ops: LayerOps, weights: StateMixerWeights, place: int) -> None:
         self._ops = ops
         self._weights = weights
         self._place = place
@@ -35,15 +38,22 @@ class StateMixer:
         table, weights = self._ops.table, self._weights
         x = self._ops.linear(x, weights.in_proj, Projection.QKV, step.lora)
         states, rows = step.kv.states[self._place], step.state_rows
-        short_conv, gated_delta = table.short_conv, table.gated_delta
-        if short_conv is None or gated_delta is None:
-            from quickstep.ops.reference import states as reference  # it computes with torch
-
-            short_conv, gated_delta = reference.short_conv, reference.gated_delta
         if isinstance(weights, ShortConvLayerWeights):
+            short_conv = table.short_conv or _reference().short_conv
             return (short_conv(x, weights.conv, states, rows),)
+        if isinstance(weights, Mamba2Weights):
+            mamba = table.mamba or _reference().mamba
+            return (mamba(x, weights.mamba, states, rows),)
+        gated_delta = table.gated_delta or _reference().gated_delta
         return (gated_delta(x, weights.delta, states, rows),)
 
     def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """[T, hidden] of the rows."""
         return self._ops.linear(rows[0], self._weights.out_proj, Projection.O_PROJ, step.lora)
+
+
+def _reference() -> ModuleType:
+    """The ops of a table that lacks one: they compute with torch."""
+    from quickstep.ops.reference import states
+
+    return states

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
 from quickstep.ops.native.experts import NativeExperts
+from quickstep.ops.native.latent import NativeLatent
 from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
 from quickstep.ops.native.lora import NativeLoRA
 from quickstep.ops.native.packed import (
@@ -74,6 +75,13 @@ class NativeOps:
         self._states = NativeStates(library, context)
         owner = weakref.ref(self)  # a cycle would keep the context and its threads
 
+        def pack_linear(weight: AnyTensor, bias: None) -> LinearWeight:
+            native = owner()
+            assert native is not None, "a weight is packed by it"
+            return native.pack_linear(weight, bias)
+
+        self._latent = NativeLatent(library, context, pack_linear, reference)
+
         def ops() -> OpTable:
             native = owner()
             assert native is not None, "an op of the table is being computed"
@@ -108,9 +116,11 @@ class NativeOps:
             pack_experts=self._experts.pack,
             route=self._experts.route,
             experts=self._experts.experts,
+            latent=self._latent.ops(),
             gate=self._states.gate,
             short_conv=self._states.short_conv,
             gated_delta=self._states.gated_delta,
+            mamba=self._states.mamba,
         )
 
     def kernel_s(self) -> float:

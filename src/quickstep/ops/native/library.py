@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 15
+ABI_VERSION = 17
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -45,7 +45,7 @@ class AttentionCall(ctypes.Structure):
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
         ("kv_dtype", c_int32),
-        ("unused", c_int32),
+        ("value_size", c_int32),
         ("q_stride", c_int64),
         ("num_rows", c_int64),
         ("block_size", c_int64),
@@ -183,7 +183,7 @@ class OpKind:
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
-    ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA = range(18, 23)
+    ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA, MAMBA, HEAD_LINEAR, LATENT_KEYS = range(18, 26)
 
 
 class RowsOf:
@@ -302,6 +302,32 @@ class DeltaCall(ctypes.Structure):
         ("taps", c_void_p),
         ("rates", c_void_p),
         ("biases", c_void_p),
+        ("norm", c_void_p),
+        ("rows", StateRowsCall),
+        ("out", c_void_p),
+    )
+
+
+class MambaCall(ctypes.Structure):
+    """`qs_mamba_call`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("width", c_int32),
+        ("num_heads", c_int64),
+        ("num_groups", c_int64),
+        ("head_size", c_int64),
+        ("state_size", c_int64),
+        ("x_stride", c_int64),
+        ("eps", c_float),
+        ("least_step", c_float),
+        ("most_step", c_float),
+        ("x", c_void_p),
+        ("taps", c_void_p),
+        ("conv_bias", c_void_p),
+        ("rates", c_void_p),
+        ("biases", c_void_p),
+        ("skips", c_void_p),
         ("norm", c_void_p),
         ("rows", StateRowsCall),
         ("out", c_void_p),
@@ -457,6 +483,9 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_gate", _I, (_P, _I, _P, _P, _L, _L, _L, _L, _P)),
     ("qs_short_conv", _I, (_P, POINTER(ShortConvCall))),
     ("qs_delta", _I, (_P, POINTER(DeltaCall))),
+    ("qs_mamba", _I, (_P, POINTER(MambaCall))),
+    ("qs_head_linear_run", _I, (_P, _P, _P)),
+    ("qs_latent_keys", _I, (_P, _P)),
     ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
     ("qs_probe_destroy", None, (_P,)),
     ("qs_probe_bytes", _L, (_P,)),

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,14 @@ from quickstep.ops.tensors import (
     TensorT,
     to_dtype,
 )
-from quickstep.ops.weights import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight, StoredMatrix
+from quickstep.ops.weights import (
+    REQUANTIZED_GROUPS,
+    SUB_BLOCK_INPUTS,
+    LinearWeight,
+    QuantizedWeight,
+    StoredMatrix,
+    StoredRows,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -213,6 +221,7 @@ _LOADED_KINDS: Mapping[str, int] = MappingProxyType(
         **{"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7},
         **{"Q6_K": 8, "Q4_1": 9, "Q5_0": 10, "Q5_1": 11, "Q2_K": 12, "Q3_K": 13},
         **{"IQ4_NL": 14, "IQ4_XS": 15, "TQ1_0": 16, "TQ2_0": 17, "MXFP4": 18},
+        **{"U8": 64, "I4": 65, "U4": 66, "LEVELS": 67, "LEVELS_HIGH": 68, "E4M3": 69},
     }
 )
 _FORMS = {
@@ -234,9 +243,23 @@ _FORMS = {
 }
 
 
-def _form_of(kinds: Iterable[str]) -> _Form:
-    """The form that loses nothing of any of these block types."""
-    forms = [_FORMS[kind] for kind in kinds]
+_LAYOUTS = {"rows": 0, "columns": 1, "awq": 2}  # qs_rows_layout
+# of kinds whose scales are in other tensors
+_BITS = {"I8": 8, "U8": 8, "I4": 4, "U4": 4, "LEVELS": 8, "LEVELS_HIGH": 8}
+
+
+def _part_form(kind: str, part: StoredRows, num_inputs: int) -> _Form:
+    if part.scales is None:
+        return _FORMS[kind]
+    if part.order is not None:
+        sizes = (size for size in REQUANTIZED_GROUPS if num_inputs % size == 0)
+        return _Form(8, next(sizes, num_inputs), False)
+    return _Form(_BITS[kind], num_inputs // part.scales.shape[1], part.zeros is not None)
+
+
+def _form_of(stored: StoredMatrix) -> _Form:
+    """The form that loses nothing of any part."""
+    forms = [_part_form(part.kind or stored.kind, part, stored.num_inputs) for part in stored.parts]
     return _Form(
         max(form.bits for form in forms),
         math.gcd(*(form.group_size for form in forms)),
@@ -250,9 +273,18 @@ class _FileRows(ctypes.Structure):
     _fields_ = (
         ("fd", c_int32),
         ("kind", c_int16),
-        ("head_size", c_int16),
+        ("layout", c_int16),
         ("offset", c_int64),
+        ("first_row", c_int64),
         ("num_rows", c_int64),
+        ("stored_rows", c_int64),
+        ("head_size", c_int64),
+        ("num_groups", c_int64),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("order", c_void_p),
+        ("levels", c_void_p),
+        ("content", c_void_p),
     )
 
 
@@ -276,7 +308,6 @@ class _QuantizedForm(ctypes.Structure):
         ("has_zeros", c_int16),
         ("has_sub_scales", c_int16),
         ("group_size", c_int64),
-        ("scales", c_void_p),
         ("bias", c_void_p),
         ("sample_step", c_int64),
         ("exact", c_double),
@@ -325,21 +356,17 @@ class NativeLoading:
     def _quantized(
         self, stored: StoredMatrix, matrix: _Matrix, bias: AnyTensor | None
     ) -> LinearWeight:
-        rounding, scales = stored.rounding, stored.scales
+        rounding = stored.rounding
         wide_bias = None if bias is None else bias.float().contiguous()
         if rounding is not None:
             form = _Form(rounding.bits, rounding.group_size or 0, rounding.has_zeros)
-        elif scales is not None:
-            scales = scales.float().contiguous()
-            form = _Form(8, matrix.k // scales.shape[1], False)
         else:
-            form = _form_of(part.kind or stored.kind for part in stored.parts)
+            form = _form_of(stored)
         call = _QuantizedForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
             has_sub_scales=rounding is not None and rounding.has_sub_scales,
             group_size=form.group_size,
-            scales=None if scales is None else scales.data_ptr(),
             bias=None if wide_bias is None else wide_bias.data_ptr(),
             sample_step=1 if rounding is None else rounding.sample_step,
         )
@@ -357,17 +384,33 @@ class NativeLoading:
 
 @contextmanager
 def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
-    """The parts with their files open."""
+    """The parts with their files open, each file once."""
     with ExitStack() as stack:
         parts = (_FileRows * len(stored.parts))()
+        descriptors: dict[Path, int] = {}
         for part, rows in zip(parts, stored.parts, strict=True):
-            try:
-                part.fd = stack.enter_context(rows.file.open("rb", buffering=0)).fileno()
-            except OSError as error:
-                raise ConfigError(f"{rows.file} cannot be read: {error}") from None
-            part.offset, part.num_rows = rows.offset, rows.num_rows
+            if rows.file not in descriptors:
+                try:
+                    file = stack.enter_context(rows.file.open("rb", buffering=0))
+                except OSError as error:
+                    raise ConfigError(f"{rows.file} cannot be read: {error}") from None
+                descriptors[rows.file] = file.fileno()
+            part.fd = descriptors[rows.file]
+            part.offset, part.first_row, part.num_rows = rows.offset, rows.first_row, rows.num_rows
             part.kind, part.head_size = _LOADED_KINDS[rows.kind or stored.kind], rows.head_size
+            part.layout, part.stored_rows = _LAYOUTS[rows.layout], rows.stored_rows
+            if rows.scales is not None:
+                part.num_groups = rows.scales.shape[1]
+            part.scales, part.zeros = _address(rows.scales), _address(rows.zeros)
+            part.order, part.levels = _address(rows.order), _address(rows.levels)
         yield parts
+
+
+def _address(tensor: HostTensor | None) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 def _raise_for_load(status: int, stored: StoredMatrix) -> None:

@@ -10,6 +10,7 @@ number of tokens in a step.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -27,14 +28,21 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.native.states import MAX_CONV_WIDTH, MAX_DELTA_GROUP, MAX_DELTA_SIZE
+from quickstep.ops.native.states import (
+    MAX_CONV_WIDTH,
+    MAX_DELTA_GROUP,
+    MAX_DELTA_SIZE,
+    mamba_call,
+)
 from quickstep.ops.table import (
     AttentionParams,
     DeltaWeights,
     ExpertLoRA,
     ExpertParts,
     ExpertWeights,
+    LatentOps,
     LoRAMapping,
+    MambaWeights,
     OpTable,
     PagedLayout,
     Routing,
@@ -43,7 +51,7 @@ from quickstep.ops.table import (
     StateRows,
 )
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
-from quickstep.ops.weights import LinearWeight
+from quickstep.ops.weights import HeadWeight, LinearWeight
 
 if TYPE_CHECKING:
     import torch
@@ -364,6 +372,8 @@ class NativeRecorder:
             gate=calls._gate,
             short_conv=calls._short_conv,
             gated_delta=calls._gated_delta,
+            mamba=calls._mamba,
+            latent=LatentOps(pack, calls._latent_keys, calls._latent_queries, calls._latent_values),
             ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
 
@@ -507,9 +517,9 @@ class NativeRecorder:
     def _write_kv(
         self,
         k: StepTensor,
-        v: StepTensor,
+        v: StepTensor | None,
         k_cache: AnyTensor,
-        v_cache: AnyTensor,
+        v_cache: AnyTensor | None,
         slot_mapping: Tensor,
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
@@ -519,27 +529,28 @@ class NativeRecorder:
         self._tape.record(
             OpKind.WRITE_KV,
             k,
-            (self._tape.heads(k), self._tape.heads(v)),
+            (self._tape.heads(k), 0 if v is None else self._tape.heads(v)),
             caches,
             Numbers(
                 size=(k.shape[1], k.shape[2], num_slots),
-                stride=(k.stride(0), v.stride(0)),
+                stride=(k.stride(0), 0 if v is None else v.stride(0)),
                 option=kv_dtype,
             ),
         )
 
-    def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor) -> tuple[tuple[int, int], int]:
-        """The addresses of a layer's caches, and how they hold heads."""
+    def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor | None) -> tuple[tuple[int, int], int]:
+        """The addresses of a layer's caches (0 for none), and how they hold heads."""
         kv_dtype = kv_kernel_dtype(k_cache.dtype)
         if kv_dtype is None:
             raise NotCapturable(f"there is no native KV cache of {k_cache.dtype}")
-        return (self._tape.fixed(k_cache), self._tape.fixed(v_cache, k_cache.dtype)), kv_dtype
+        values = 0 if v_cache is None else self._tape.fixed(v_cache, k_cache.dtype)
+        return (self._tape.fixed(k_cache), values), kv_dtype
 
     def _paged_attention(
         self,
         q: StepTensor,
         k_cache: AnyTensor,
-        v_cache: AnyTensor,
+        v_cache: AnyTensor | None,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: AnyTensor | None,
@@ -554,7 +565,8 @@ class NativeRecorder:
         # 0 is the null of the native call
         sinks_at = 0 if sinks is None else self._tape.fixed(sinks, FLOAT32)
         inputs = (self._tape.heads(q), *caches, sinks_at)
-        out = self._tape.like(q)
+        tail = (q.shape[1], params.value_size or q.shape[2])
+        out = self._tape.new(tail, q.dtype, self._tape.rows_of(q))
         num_blocks, _, num_kv_heads, _ = k_cache.shape
         self._tape.record(
             OpKind.ATTENTION,
@@ -563,7 +575,7 @@ class NativeRecorder:
             (out,),
             Numbers(
                 size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
-                stride=(q.stride(0),),
+                stride=(q.stride(0), params.value_size or 0),
                 scalar=(params.scale, params.softcap or 0.0),
                 option=kv_dtype,
             ),
@@ -582,7 +594,8 @@ class NativeRecorder:
         chosen = self._tape.new((per_token,), INT64, rows)
         weights = self._tape.new((per_token,), FLOAT32, rows)
         size = (scores.shape[1], per_token, rule.num_groups, rule.groups_per_token, rule.sigmoid)
-        numbers = Numbers(size=size, scalar=(rule.scale,), option=int(rule.normalise))
+        scalar = (rule.scale, rule.counted_per_group)
+        numbers = Numbers(size=size, scalar=scalar, option=int(rule.normalise))
         self._tape.record(OpKind.ROUTE, scores, inputs, (chosen, weights), numbers)
         return Routing(_as_tensor(chosen), _as_tensor(weights))
 
@@ -674,6 +687,86 @@ class NativeRecorder:
         )
         outputs = (out, self._tape.fixed(states, FLOAT32))
         self._tape.record(OpKind.DELTA, x, inputs, outputs, numbers)
+        return out
+
+    def _mamba(
+        self, x: StepTensor, weights: MambaWeights, states: AnyTensor, rows: StateRows
+    ) -> StepTensor:
+        is_large = max(weights.head_size, weights.state_size) > MAX_DELTA_SIZE
+        is_large = is_large or weights.taps.shape[0] > MAX_CONV_WIDTH
+        if rows is not self._state_rows or x.stride(1) != 1 or is_large:
+            raise NotCapturable("Mamba-2 over other rows, or of too large heads")
+        parts = (weights.taps, weights.rates, weights.biases, weights.skips)
+        for part in (*parts, weights.conv_bias, weights.norm):
+            if part is not None:
+                self._tape.fixed(part, FLOAT32)
+        call = mamba_call(weights, x.stride(0))
+        self._tape.kept.append(call)
+        inputs = (self._tape.operand(x), ctypes.addressof(call))
+        num_outputs = weights.rates.shape[0] * weights.head_size
+        out = self._tape.new((num_outputs,), x.dtype, self._tape.rows_of(x))
+        outputs = (out, self._tape.fixed(states, FLOAT32))
+        numbers = Numbers(size=tuple(states.shape))
+        self._tape.record(OpKind.MAMBA, x, inputs, outputs, numbers)
+        return out
+
+    def _latent_keys(
+        self,
+        x: StepTensor,
+        weight: AnyTensor,
+        eps: float,
+        cos: StepTensor,
+        sin: StepTensor,
+        interleaved: bool,
+    ) -> StepTensor:
+        if x.stride(1) != 1:
+            raise NotCapturable("a norm would have to copy its input")
+        turns = self._turns(cos, sin)
+        inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype), *turns)
+        out = self._tape.new((1, x.shape[1]), x.dtype, self._tape.rows_of(x))
+        size = (weight.shape[0], cos.shape[1])
+        option = int(interleaved)
+        numbers = Numbers(size=size, stride=(x.stride(0),), scalar=(eps,), option=option)
+        self._tape.record(OpKind.LATENT_KEYS, x, inputs, (out,), numbers)
+        return out
+
+    def _latent_queries(
+        self,
+        q: StepTensor,
+        weight: HeadWeight,
+        cos: StepTensor,
+        sin: StepTensor,
+        interleaved: bool,
+    ) -> StepTensor:
+        turns = self._turns(cos, sin)
+        return self._multiply_heads(q, weight, turns, cos.shape[1], int(interleaved))
+
+    def _latent_values(self, x: StepTensor, weight: HeadWeight) -> StepTensor:
+        return self._multiply_heads(x, weight, (0, 0), 0, 0)
+
+    def _turns(self, cos: StepTensor, sin: StepTensor) -> tuple[Operand, Operand]:
+        if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
+            raise NotCapturable("the rotary tables are not float32")
+        return self._tape.contiguous(cos), self._tape.contiguous(sin)
+
+    def _multiply_heads(
+        self,
+        x: StepTensor,
+        weight: HeadWeight,
+        turns: tuple[Operand | int, Operand | int],
+        half: int,
+        option: int,
+    ) -> StepTensor:
+        packed = weight.data
+        if not isinstance(packed, PackedWeight) or packed.dtype != x.dtype:
+            raise NotCapturable("a weight of heads has no native kernel for these activations")
+        self._tape.kept.append(packed)
+        inputs = (self._tape.heads(x), packed.handle, *turns)
+        tail = (weight.num_heads, weight.num_outputs + 2 * half)
+        out = self._tape.new(tail, x.dtype, self._tape.rows_of(x))
+        size, stride = (weight.num_heads, weight.num_outputs, half), (x.stride(0), x.shape[2])
+        numbers = Numbers(size=size, stride=stride, option=option)
+        self._tape.record(OpKind.HEAD_LINEAR, x, inputs, (out,), numbers)
         return out
 
     def _mapping(self, x: StepTensor) -> LoRAMapping:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from quickstep.ops.native.library import (
     DeltaCall,
+    MambaCall,
     ShortConvCall,
     StateRowsCall,
     raise_for_status,
 )
 from quickstep.ops.native.packed import kernel_dtype
-from quickstep.ops.table import DeltaWeights, ShortConvWeights, StateRows
+from quickstep.ops.table import DeltaWeights, MambaWeights, ShortConvWeights, StateRows
 from quickstep.ops.tensors import AnyTensor, TensorT
 
 if TYPE_CHECKING:
@@ -100,6 +101,42 @@ class NativeStates:
         status = self._library.qs_delta(self._context, ctypes.byref(call))
         raise_for_status(status, "gated delta rule")
         return out
+
+    def mamba(self, x: Tensor, weights: MambaWeights, states: AnyTensor, rows: StateRows) -> Tensor:
+        """`OpTable.mamba`."""
+        out = x.new_empty((x.shape[0], weights.rates.shape[0] * weights.head_size))
+        packed = _PackedRows(states, rows)
+        call = mamba_call(weights, x.stride(0))
+        call.dtype, call.x, call.rows = _dtype(x), x.data_ptr(), packed.call
+        call.out = out.data_ptr()
+        status = self._library.qs_mamba(self._context, ctypes.byref(call))
+        raise_for_status(status, "Mamba-2")
+        return out
+
+
+def mamba_call(weights: MambaWeights, x_stride: int) -> MambaCall:
+    """The parts of a call that do not change: the caller keeps the weights."""
+
+    def address(tensor: AnyTensor | None) -> int | None:
+        return None if tensor is None else int(tensor.data_ptr())
+
+    return MambaCall(
+        width=weights.taps.shape[0],
+        num_heads=weights.rates.shape[0],
+        num_groups=weights.num_groups,
+        head_size=weights.head_size,
+        state_size=weights.state_size,
+        x_stride=x_stride,
+        eps=weights.eps,
+        least_step=weights.least_step,
+        most_step=weights.most_step,
+        taps=address(weights.taps),
+        conv_bias=address(weights.conv_bias),
+        rates=address(weights.rates),
+        biases=address(weights.biases),
+        skips=address(weights.skips),
+        norm=address(weights.norm),
+    )
 
 
 class _PackedRows:

@@ -8,6 +8,7 @@ The same holds on CUDA, where fp64 products of these numbers are exact too.
 from __future__ import annotations
 
 from quickstep.ops.reference.elementary import add_rms_norm, gated_activation, rms_norm, rotary
+from quickstep.ops.reference.latent import latent_ops
 from quickstep.ops.reference.linear import embedding, linear, pack_linear, pack_quantized
 from quickstep.ops.reference.logits import Logits
 from quickstep.ops.reference.lora import add_lora_, pack_lora
@@ -41,4 +42,5 @@ def reference_ops() -> OpTable:
         logits=Logits(linear, add_lora_),
         scratch_bytes=_SCRATCH_BYTES,
         move_kv=move_kv,
+        latent=latent_ops(),
     )

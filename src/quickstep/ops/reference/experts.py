@@ -51,7 +51,8 @@ def _of_best_groups(worth: Tensor, rule: RoutingRule) -> Tensor:
     num_tokens, num_experts = worth.shape
     groups = worth.view(num_tokens, rule.num_groups, num_experts // rule.num_groups)
     best = torch.sort(groups, dim=-1, descending=True)[0]
-    sums = best[..., 0] if best.shape[-1] == 1 else best[..., 0] + best[..., 1]
+    is_one = min(best.shape[-1], rule.counted_per_group) == 1
+    sums = best[..., 0] if is_one else best[..., 0] + best[..., 1]
     order = torch.sort(sums, dim=-1, descending=True, stable=True)[1]
     is_chosen = torch.zeros_like(sums, dtype=torch.bool)
     is_chosen.scatter_(1, order[:, : rule.groups_per_token], True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.reference.exact_math import reciprocal_sqrt, sigmoid
-from quickstep.ops.table import DeltaWeights, ShortConvWeights, StateRows
+from quickstep.ops.table import DeltaWeights, MambaWeights, ShortConvWeights, StateRows
 from quickstep.ops.tensors import AnyTensor, to_torch
 
 _KEY_EPS = 1e-6  # as transformers adds it to the sum of squares
@@ -205,3 +205,72 @@ def _normed(mixed: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     normed = mixed * reciprocal_sqrt(mean + weights.eps) * to_torch(weights.norm).double()
     wide = z.double().view_as(mixed)
     return (normed * (wide * sigmoid(wide))).flatten().float()
+
+
+def mamba(x: Tensor, weights: MambaWeights, states: AnyTensor, rows: StateRows) -> Tensor:
+    """`Mamba2Op`."""
+    taps, all_states = to_torch(weights.taps), to_torch(states)
+    heads, head_size = int(weights.rates.shape[0]), weights.head_size
+    num_taps, channels = taps.shape[0] - 1, taps.shape[1]
+    values, num_state = heads * head_size, weights.state_size
+    record = channels + heads
+    gates, records = torch.split(x.float(), [values, record], 1)
+    out = torch.empty_like(x[:, :values])
+    for row in _rows(all_states, rows):
+        first = num_taps * channels
+        before = row.before[:first].view(-1, channels)
+        state = row.before[first : first + values * num_state].view(heads, num_state, head_size)
+        first += values * num_state
+        replayed = row.before[first : first + row.num_replayed * record].view(-1, record)
+        tokens = torch.cat((replayed, records[row.tokens]))
+        inputs = torch.cat((before, tokens[:, :channels]))
+        for index in range(tokens.shape[0]):
+            window = inputs[index : index + num_taps + 1]
+            mixed, state = _mamba_token(window, tokens[index, channels:], weights, state)
+            if index >= row.num_replayed:
+                place = row.tokens.start + index - row.num_replayed
+                out[place] = _normed_groups(mixed.flatten(), gates[place], weights).to(x.dtype)
+            for slot in row.kept(index + 1):
+                newest = inputs[index + 1 : index + 1 + num_taps]
+                slot[:first] = torch.cat((newest.flatten(), state.flatten()))
+        drafts = tokens[row.num_certain :].flatten()
+        row.slots[row.target, first : first + drafts.shape[0]] = drafts
+    return out
+
+
+def _mamba_token(
+    window: Tensor, steps: Tensor, weights: MambaWeights, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output [heads, P] of one token, and the state [heads, N, P] after it."""
+    heads, num_state, head_size = state.shape
+    convolved = _convolved(window, to_torch(weights.taps))[0]
+    if weights.conv_bias is not None:
+        convolved = convolved + to_torch(weights.conv_bias).double()
+    convolved = convolved * sigmoid(convolved)
+    num_keys = weights.num_groups * num_state
+    values, keys, queries = torch.split(convolved, [heads * head_size, num_keys, num_keys])
+    value = values.view(heads, head_size)
+    key, query = (
+        part.view(weights.num_groups, num_state).repeat_interleave(heads // weights.num_groups, 0)
+        for part in (keys, queries)
+    )
+    biased = steps.double() + to_torch(weights.biases).double()
+    step = torch.nn.functional.softplus(biased, threshold=50)
+    step = step.clamp(weights.least_step, weights.most_step)
+    decay = torch.exp(to_torch(weights.rates).double() * step).view(-1, 1, 1)
+    added = key.unsqueeze(2) * (step.unsqueeze(1) * value).unsqueeze(1)
+    state = (state.double() * decay + added).float()
+    found = (state.double() * query.unsqueeze(2)).sum(1)
+    return found + to_torch(weights.skips).double().unsqueeze(1) * value, state
+
+
+def _normed_groups(mixed: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
+    """The outputs of a token, gated and normed, [heads * P] float32."""
+    wide = z.double()
+    gated = mixed * (wide * sigmoid(wide))
+    if weights.norm is None:
+        return gated.float()
+    groups = gated.view(weights.num_groups, -1)
+    mean = (groups * groups).sum(1, keepdim=True) / groups.shape[1]
+    normed = (groups * reciprocal_sqrt(mean + weights.eps)).flatten()
+    return (normed * to_torch(weights.norm).double()).float()

@@ -72,4 +72,5 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         experts=TritonExperts(lora),
         reads_lengths=True,
         adapter_table=TritonAdapterTable,
+        latent=None,
     )

@@ -25,9 +25,9 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
-    GatedDeltaWeights,
+    LatentWeights,
     LayerWeights,
-    ShortConvLayerWeights,
+    StateMixerWeights,
 )
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
@@ -383,7 +383,9 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 
 def with_torch_kv(kv: KVCache) -> KVCache:
     """The KV cache as tensors of torch over the same memory."""
-    return KVCache(*(tuple(map(to_torch, part)) for part in (kv.keys, kv.values, kv.states)))
+    values = (None if tensor is None else to_torch(tensor) for tensor in kv.values)
+    keys, states = (tuple(map(to_torch, part)) for part in (kv.keys, kv.states))
+    return KVCache(keys, tuple(values), states)
 
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
@@ -408,8 +410,14 @@ def _layer(layer: LayerWeights) -> LayerWeights:
 
 
 def _mixer(
-    weights: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights,
-) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights:
+    weights: AttentionWeights | LatentWeights | StateMixerWeights,
+) -> AttentionWeights | LatentWeights | StateMixerWeights:
+    if isinstance(weights, LatentWeights):
+        return replace(
+            weights,
+            q_a_layernorm=_small(weights.q_a_layernorm),
+            kv_a_layernorm=to_torch(weights.kv_a_layernorm),
+        )
     if not isinstance(weights, AttentionWeights):
         return weights  # their ops take either class of tensors
     return replace(

@@ -32,6 +32,9 @@ AddGenerationPrompt = Annotated[
     bool | None, effect("Whether the template opens an assistant message; true if not given.")
 ]
 AllowedCallers = Annotated[list[str] | None, refused("only the model calls", passes=(["direct"],))]
+AnswerTimeout = Annotated[
+    float | None, effect("After this many seconds the answer is the error 408.")
+]
 CacheSalt = Annotated[
     str | None,
     effect("Cached prefixes are shared only with requests of the same API key and salt."),

@@ -12,35 +12,35 @@ import math
 import struct
 from collections.abc import Sequence
 
-import msgspec
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quickstep.engine.interface import TokenStream
-from quickstep.errors import EngineError, RequestError
+from quickstep.engine.interface import ServedEngine
+from quickstep.engine.retrieval.pairs import TextLimits, fitting_ids, prompt_of_task
+from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
-from quickstep.server.generate.api import LineResult, Observers, PromptsObserver
+from quickstep.server.generate.api import LineResult, Observers
 from quickstep.server.generate.endpoint import (
     BYTES_PER_TOKEN,
     caller_of,
     endpoint_of,
 )
 from quickstep.server.generate.generation import with_client_field
+from quickstep.server.generate.prompt_runs import PromptFields, PromptRun
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
-from quickstep.server.generate.sampling import label, token_ids_of
+from quickstep.server.generate.sampling import token_ids_of
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import CLIENT_CLOSED, GenerationFailed, json_response
+from quickstep.server.http.errors import CLIENT_CLOSED, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
 from quickstep.server.options import bounded
-from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.recorder import BATCHES
-from quickstep.types import FinishReason, Pooling, Request, SamplingParams
+from quickstep.types import Pooling, SamplingParams
 
 # Larger answers, in numbers, are written in a thread.
 _INLINE_NUMBERS = 16_384
@@ -99,38 +99,45 @@ class Embeddings:
         """The vectors of `prompts`; with `truncates`, only the beginning of a prompt that is too
         long is read. Raises RequestError that names `input_field`, EngineError.
         """
-        longest = model.engine.max_model_len
-        if truncates:
-            prompts = [_beginning(prompt, model) for prompt in prompts]
-        priority = priority_of_key(
-            caller, fields.priority or 0, model.server.api_keys, added_priority
+        engine = model.engine
+        if engine.retrieval.refusal:
+            raise RequestError(engine.retrieval.refusal, param="model")
+        run = PromptRun(
+            model,
+            PromptFields(
+                fields.model, fields.user, fields.priority, fields.cache_salt, fields.timeout_s
+            ),
+            caller,
+            endpoint,
+            added_priority,
         )
-        fields = msgspec.structs.replace(fields, priority=priority)
         if fields.dimensions is not None and fields.dimensions < 1:
             raise RequestError(
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
-        engine = model.engine
+        limits = TextLimits(-1 if truncates else fields.truncate_prompt_tokens)
+        most = limits.checked(engine.max_model_len)
         expected = sum(map(_expected_tokens, prompts))
         reservation = model.server.limiter.admit(caller, expected, in_batch=endpoint == BATCHES)
         try:
             try:
-                most = None if truncates else longest
-                ids = await prompts_ids(engine, prompts, model.server.lanes.of(caller), most)
+                ids = await self._ids(model, _with_task(prompts, fields, engine), caller, most)
             except RequestError as error:
                 raise with_client_field(error, "", input_field) from None
-            if truncates:
-                ids = [prompt_ids[:longest] for prompt_ids in ids]
             check_num_tokens(ids, _SAMPLING, engine.max_model_len, model.server.limits)
-            num_tokens = sum(map(len, ids))
-            vectors = await self._vectors(model, ids, fields, caller, endpoint, input_field)
+            pooling = engine.retrieval.pooling
+            if fields.pooling is not None:
+                pooling = Pooling(fields.pooling)
+            deltas = await run.answers(self._observers, ids, _SAMPLING, pooling, input_field)
         finally:
             reservation.release()
         as_text = fields.encoding_format == "base64"
+        vectors = [_shortened(delta.embedding or (), fields.dimensions) for delta in deltas]
         data = [
             Embedding("embedding", index, _base64(vector) if as_text else list(vector))
             for index, vector in enumerate(vectors)
         ]
+        num_tokens = sum(map(len, ids))
         return EmbeddingList(
             "list",
             data,
@@ -138,46 +145,23 @@ class Embeddings:
             EmbeddingUsage(num_tokens, num_tokens),
         )
 
-    async def _vectors(
+    async def _ids(
         self,
         model: ServedModel,
-        prompts: Sequence[Sequence[int]],
-        fields: EmbeddingRequest,
+        prompts: Sequence[TextPrompt | TokenPrompt],
         caller: str,
-        endpoint: str,
-        input_field: str,
-    ) -> list[Sequence[float]]:
-        engine, limits = model.engine, model.server.limits
-        pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
-        tenant = tenant_of_key(caller, label("user", fields.user, limits))
-        timeout_s = model.server.deadlines.of(_timeout(fields))
-        salt = label("cache_salt", fields.cache_salt, limits)
-        cache_salt = cache_salt_of(caller, salt, model.server.shares_prefix_cache)
-        observer = self._observers.of_prompts(model, [len(prompt) for prompt in prompts])
-        streams: list[TokenStream] = []
-        try:
-            for prompt in prompts:
-                request = Request(
-                    prompt_token_ids=tuple(prompt),
-                    sampling=_SAMPLING,
-                    priority=fields.priority or 0,
-                    tenant=tenant,
-                    tenant_weight=model.server.api_keys.weight_of(caller),
-                    cache_salt=cache_salt,
-                    timeout_s=timeout_s,
-                    pooling=pooling,
-                    endpoint=endpoint,
-                    adapter=model.adapter(model.name_or_default(fields.model)),
-                )
-                streams.append(engine.stream(request))
-            vectors = await asyncio.gather(*(_vector(stream, observer) for stream in streams))
-            return [_shortened(vector, fields.dimensions) for vector in vectors]
-        except RequestError as error:
-            raise with_client_field(error, "", input_field) from None
-        finally:
-            for stream in streams:
-                await stream.aclose()
-            observer.close()
+        most: int | None,
+    ) -> list[Sequence[int]]:
+        """The tokens of the prompts; at most `most` of each, if that is not None."""
+        engine, lanes = model.engine, model.server.lanes.of(caller)
+        if most is None:
+            return await prompts_ids(engine, prompts, lanes, engine.max_model_len)
+        texts = [prompt for prompt in prompts if isinstance(prompt, TextPrompt)]
+
+        def work() -> list[Sequence[int]]:
+            return [_beginning(engine, prompt, most) for prompt in prompts]
+
+        return await lanes.run(sum(len(prompt.text) for prompt in texts), work)
 
 
 async def _parsed(
@@ -212,43 +196,33 @@ def _prompts(fields: EmbeddingRequest, model: ServedModel) -> list[TextPrompt | 
     return [*texts, *lists]
 
 
-def _beginning(prompt: TextPrompt | TokenPrompt, model: ServedModel) -> TextPrompt | TokenPrompt:
-    """As much of a text as fits the longest prompt, so that no more is tokenised."""
-    longest = model.engine.max_model_len
-    if isinstance(prompt, TokenPrompt):
-        return prompt
-    num_tokens = model.engine.tokenizer.least_tokens(prompt.text)
-    if num_tokens <= longest + 1:
-        return prompt
-    # a token has at most as many bytes as the text has per token, one rounded off
-    bytes_per_token = len(prompt.text.encode()) // (num_tokens - 1) + 1
-    return replace(prompt, text=prompt.text[: longest * bytes_per_token])
-
-
-def _timeout(fields: EmbeddingRequest) -> float | None:
-    if fields.timeout_s is not None and not fields.timeout_s > 0:
+def _with_task(
+    prompts: Sequence[TextPrompt | TokenPrompt], fields: EmbeddingRequest, engine: ServedEngine
+) -> Sequence[TextPrompt | TokenPrompt]:
+    """The prompts after the model's text for their task. Raises RequestError."""
+    before = prompt_of_task(engine.retrieval, fields.input_type)
+    if fields.input_type is not None and any(isinstance(prompt, TokenPrompt) for prompt in prompts):
         raise RequestError(
-            f"timeout_s is {fields.timeout_s}, it must be above 0", param="timeout_s"
+            "input_type adds a text before texts, input has token ids", param="input_type"
         )
-    return fields.timeout_s
+    if not before:
+        return prompts
+    return [
+        replace(prompt, text=before + prompt.text) if isinstance(prompt, TextPrompt) else prompt
+        for prompt in prompts
+    ]
 
 
-async def _vector(stream: TokenStream, observer: PromptsObserver) -> Sequence[float]:
-    await stream.accepted()
-    observer.accepted()
-    async for delta in stream:
-        observer.observe(delta)
-        if delta.embedding is not None:
-            return delta.embedding
-        if delta.finish_reason is not None and delta.finish_reason.is_failure:
-            raise GenerationFailed(delta.error or "the model failed on this request")
-        if delta.finish_reason is FinishReason.DEADLINE:
-            raise RequestError(
-                "the embedding was not there within timeout_s; allow it more time",
-                param="timeout_s",
-                status=408,
-            )
-    raise EngineError("the server is shutting down; send the request again")
+def _beginning(engine: ServedEngine, prompt: TextPrompt | TokenPrompt, most: int) -> Sequence[int]:
+    """At most `most` tokens of a prompt; a text's special tokens at its end are kept."""
+    if isinstance(prompt, TokenPrompt):
+        return prompt.token_ids[:most]
+    special = prompt.add_special_tokens
+
+    def write(text: str) -> list[int]:
+        return engine.tokenizer.encode(text, special)
+
+    return fitting_ids(engine.tokenizer, write, prompt.text, most)
 
 
 def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:

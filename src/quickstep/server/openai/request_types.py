@@ -16,6 +16,7 @@ from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.fields.shared_fields import (
     Account,
     AddGenerationPrompt,
+    AnswerTimeout,
     CacheSalt,
     ChatTemplateKwargs,
     Dimensions,
@@ -316,10 +317,24 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     dimensions: Dimensions = None
     user: Account = None
     pooling: Annotated[
-        Literal["mean", "last"] | None,
+        Literal["mean", "last", "cls"] | None,
         effect(
-            "How the hidden states become one vector; the model's card decides if not given, else "
-            "the last token's state."
+            "How the hidden states become one vector: their mean, or the last or first token's; "
+            "the model's card decides if not given, else it is the last one's."
+        ),
+    ] = None
+    input_type: Annotated[
+        str | None,
+        effect(
+            "The task, such as query or document: the model's text for it goes before each input; "
+            "that of the card's default task if not given."
+        ),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        effect(
+            "Reads only so many of each input's first tokens; -1 for as many as the model takes. "
+            "A longer input is refused if not given."
         ),
     ] = None
     add_special_tokens: Annotated[
@@ -327,6 +342,4 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     ] = None
     priority: Priority = None
     cache_salt: CacheSalt = None
-    timeout_s: Annotated[
-        float | None, effect("After this many seconds the answer is the error 408.")
-    ] = None
+    timeout_s: AnswerTimeout = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,12 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from quickstep.core.accounting import AdapterStats, KVTierStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.stats import EngineStats, ReplicaStats
-from quickstep.server.fallback.chain import Fallback, FallbackState
+from quickstep.server.fallback.chain import Fallback
 from quickstep.server.generate.api import NO_HEADERS
 from quickstep.server.generate.generation import Generation, ParsedRequest
+from quickstep.server.kept_streams.kept_stream import KeptStreams
 from quickstep.server.models.served_model import ServedModel
+from quickstep.server.models.server_state import ServerState
 from quickstep.server.options import MetricsOptions
 from quickstep.types import Delta, FinishReason, StepRecord
 
@@ -64,7 +66,7 @@ class ServerMetrics(Collector):
         self.tracer = _tracer(options.otlp_traces_endpoint)
         self._options = options
         self._by_model: dict[str, ModelMetrics] = {}
-        self._fallbacks: FallbackState | None = None
+        self._server: ServerState | None = None
         for model in models:
             self.add(model)
         self._registry = CollectorRegistry()
@@ -72,7 +74,7 @@ class ServerMetrics(Collector):
 
     def add(self, model: ServedModel) -> None:
         """A model was loaded for the first time."""
-        self._fallbacks = model.server.fallbacks
+        self._server = model.server
         self._by_model[model.name] = ModelMetrics(
             model.engine, model.name, self._options, self.tracer
         )
@@ -99,8 +101,11 @@ class ServerMetrics(Collector):
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)
-        if self._fallbacks is not None and self._fallbacks.routes:
-            family = fallback_family(self._options.prefix, self._fallbacks.counts)
+        if self._server is not None:
+            for family in kept_stream_families(self._options.prefix, self._server.kept_streams):
+                families[family.name] = family
+        if self._server is not None and self._server.fallbacks.routes:
+            family = fallback_family(self._options.prefix, self._server.fallbacks.counts)
             families[family.name] = family
         return families.values()
 
@@ -110,6 +115,19 @@ class ServerMetrics(Collector):
         from prometheus_client.exposition import generate_latest
 
         return generate_latest(self._registry)
+
+
+def kept_stream_families(prefix: str, streams: KeptStreams) -> Iterator[Metric]:
+    """How many streams can be read again, and their size."""
+    for name, text, value in (
+        (
+            "kept_streams",
+            "Responses that continue without their client, or can be read again.",
+            streams.num_streams,
+        ),
+        ("kept_stream_bytes", "Bytes of these responses.", streams.num_bytes),
+    ):
+        yield GaugeMetricFamily(f"{prefix}:{name}", text, value)
 
 
 def fallback_family(prefix: str, counts: Mapping[Fallback, int]) -> Metric:

@@ -42,6 +42,7 @@ from quickstep.server.operate.debug import StepsQuery
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import request_types as responses_schema
 from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
+from quickstep.server.scores.request_types import ClassifyRequest, RerankRequest, ScoreRequest
 from quickstep.server.usage.api_keys import PriorityRange
 
 Keywords = Mapping[str, Any]
@@ -246,16 +247,40 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         EmbeddingRequest: {
             "input": {"anyOf": _prompts(facts)},
             "dimensions": {"minimum": 1},
-            "timeout_s": {"exclusiveMinimum": 0},
-            "priority": _priority(facts),
-            "user": _label(limits),
-            "cache_salt": _label(limits),
+            **_of_prompt_runs(facts),
+        },
+        RerankRequest: {
+            "documents": _pairs(limits),
+            **_of_prompt_runs(facts),
+        },
+        ClassifyRequest: {"input": _pairs(limits), **_of_prompt_runs(facts)},
+        ScoreRequest: {
+            "text_1": _pairs(limits),
+            "text_2": _pairs(limits),
+            "queries": _pairs(limits),
+            "documents": _pairs(limits),
+            **_of_prompt_runs(facts),
         },
         BatchRequest: {"metadata": _metadata(limits)},
         StepsQuery: {"last_s": {"minimum": 0}},
         ApplyTemplateRequest: {"messages": {"minItems": 1}},
         TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
+    }
+
+
+def _pairs(limits: RequestLimits) -> Keywords:
+    return {"minItems": 1, "maxItems": limits.prompts}
+
+
+def _of_prompt_runs(facts: SchemaFacts) -> Mapping[str, Keywords]:
+    """The fields of embeddings, rerank and score."""
+    return {
+        "timeout_s": {"exclusiveMinimum": 0},
+        "priority": _priority(facts),
+        "user": _label(facts.limits),
+        "cache_salt": _label(facts.limits),
+        "truncate_prompt_tokens": {"minimum": -1},
     }
 
 

@@ -112,6 +112,7 @@ class Responses:
             input_items=listed_items(items),
             seals=_SEALED in (fields.include or ()),
             store=None if fields.store is False else partial(self._store.put, caller),
+            begin=partial(self._store.begin, caller) if fields.background else None,
         )
         return replace(
             request,

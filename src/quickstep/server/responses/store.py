@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,6 +37,7 @@ from quickstep.server.responses.response_types import (
     DeletedResponse,
     InputItems,
     ListedItem,
+    ResponseError,
     ResponseObject,
 )
 
@@ -123,8 +125,9 @@ class ResponseStore:
                     f"--response-store {self._path} has a response that cannot be read "
                     f"({row.response_id}: {error}); choose another file"
                 ) from None
+            stored = _interrupted(StoredResponse(*content))
             with self._lock:
-                entry = _Entry(StoredResponse(*content), len(row.content), row.stored_at)
+                entry = _Entry(stored, len(row.content), row.stored_at)
                 self._insert((row.key_name, row.response_id), entry)
         with self._lock:
             self._drop_expired()
@@ -138,10 +141,19 @@ class ResponseStore:
         """Wait until the file has all changes so far; False if it cannot be written."""
         return self._file is None or self._file.flush()
 
+    def begin(self, caller: str, stored: StoredResponse) -> None:
+        """A response begins that its client will look for: if the server ends before it, the next
+        one has it as failed.
+        """
+        if self._file is not None:
+            self._file.put(caller, stored.response.id, int(self._clock()), _content(stored))
+
     def put(self, caller: str, stored: StoredResponse) -> None:
         """Store a response, unless it alone is larger than `max_bytes`."""
-        content = _ENCODE((stored.response, stored.messages, stored.input_items))
+        content = _content(stored)
         if len(content) > self._max_bytes:
+            if self._file is not None:
+                self._file.delete(caller, stored.response.id)
             return
         now, key = self._clock(), (caller, stored.response.id)
         with self._lock:
@@ -211,6 +223,18 @@ class ResponseStore:
             del self._num_bytes[key[0]]
         if self._file is not None:
             self._file.delete(*key)
+
+
+def _content(stored: StoredResponse) -> bytes:
+    return _ENCODE((stored.response, stored.messages, stored.input_items))
+
+
+def _interrupted(stored: StoredResponse) -> StoredResponse:
+    """A response as it is after the end of its server: one that was in progress has failed."""
+    if stored.response.status != "in_progress":
+        return stored
+    error = ResponseError("server_error", "the server ended before the response; send it again")
+    return replace(stored, response=replace(stored.response, status="failed", error=error))
 
 
 class StoredResponses:

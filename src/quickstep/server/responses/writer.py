@@ -85,6 +85,7 @@ class ResponseContext(msgspec.Struct, frozen=True):
         input_items: The request's own items, as `input_items` lists them later.
         seals: Whether reasoning items also carry their text as `encrypted_content`.
         store: Receives a finished response; None if it is not stored.
+        begin: Receives a response in the background when it begins.
     """
 
     fields: ResponsesRequest
@@ -92,6 +93,7 @@ class ResponseContext(msgspec.Struct, frozen=True):
     input_items: tuple[ListedItem, ...]
     seals: bool
     store: Callable[[StoredResponse], None] | None
+    begin: Callable[[StoredResponse], None] | None = None
 
 
 class ResponsesWriter:
@@ -116,6 +118,9 @@ class ResponsesWriter:
     def opening(self) -> Iterator[bytes]:
         """The events with the empty response."""
         response = self._response("in_progress")
+        context = self._context
+        if context.begin is not None:
+            context.begin(StoredResponse(response, context.messages, context.input_items))
         yield _frame(ResponseEvent("response.created", self._number(), response))
         yield _frame(ResponseEvent("response.in_progress", self._number(), response))
 
