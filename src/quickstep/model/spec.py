@@ -31,10 +31,12 @@ from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
+    STANDARD_NAMING,
     LongContext,
     ModelSpec,
     NormPlacement,
     QKNorm,
+    TensorNaming,
 )
 from quickstep.model.encoders.encoder_spec import ENCODERS
 from quickstep.model.encoders.read_spec import read_encoder_spec
@@ -68,8 +70,10 @@ def read_spec(path: str | Path) -> ModelSpec:
 def _read_spec(path: str | Path) -> ModelSpec:
     config = read_config(path)
     if is_gguf(path):
-        # llama.cpp adds Gemma's offset to the norms' weights
-        return replace(parse_spec(config), norm_offset=0.0)
+        # llama.cpp adds Gemma's offset to the norms' weights, and parts gate and up of experts.
+        spec = parse_spec(config)
+        naming = replace(spec.naming, fused_experts=False, expert_parts=_gguf_experts(spec.naming))
+        return replace(spec, norm_offset=0.0, naming=naming)
     name = _architecture_name(config)
     if name in ARCHITECTURES or name in WRAPPERS:
         return parse_spec(config)
@@ -85,6 +89,10 @@ def _read_spec(path: str | Path) -> ModelSpec:
     from quickstep.model.fallback.spec import read_fallback_spec
 
     return read_fallback_spec(Path(path), name, supported)
+
+
+def _gguf_experts(naming: TensorNaming) -> tuple[str, str, str]:
+    return STANDARD_NAMING.expert_parts if naming.fused_experts else naming.expert_parts
 
 
 def read_config(path: str | Path) -> dict[str, object]:
