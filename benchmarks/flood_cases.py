@@ -111,6 +111,7 @@ _CASES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/rerank"): Case(_RERANK, (_RERANK, {**_RERANK, "documents": [_TEXT] * 16})),
     ("POST", "/v2/rerank"): Case(_RERANK, (_RERANK,)),
     ("POST", "/v1/score"): Case(_PAIR, (_PAIR,)),
+    ("POST", "/v1/classify"): Case({"input": "a"}, ({"input": _TEXT},), statuses=_REFUSED),
     ("POST", "/invocations"): _generation(prompt=_TEXT, max_tokens=4),
     ("POST", "/v1/responses"): _generation(input="a", max_output_tokens=4),
     ("GET", "/v1/responses/{response_id}"): Case(

@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
+from fake_engine import FakeEngine
 from field_effects import (
     ARRAY,
     LORA_CASE,
@@ -27,6 +29,7 @@ from field_effects import (
     unknown_model,
 )
 
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.fields.shared_fields import LoRAScale
@@ -40,7 +43,12 @@ from quickstep.server.openai.tokenize import (
 )
 from quickstep.server.operate.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.server.operate.models import ModelToChange
-from quickstep.server.scores.request_types import RerankRequest, ScoreRequest, TextDocument
+from quickstep.server.scores.request_types import (
+    ClassifyRequest,
+    RerankRequest,
+    ScoreRequest,
+    TextDocument,
+)
 from quickstep.types import Grammar, Pooling
 
 BATCH_S = 10
@@ -150,6 +158,14 @@ PAIRS: dict[str, Any] = {
     "cache_salt": ("x", lambda seen: seen.submitted.cache_salt == "x"),
     "timeout_s": (2.5, lambda seen: seen.submitted.deadline_s == 2.5),
 }
+CLASSIFIED = ("model", "user", "priority", "cache_salt", "timeout_s")
+
+
+def classifier() -> FakeEngine:
+    """With two classes, as many as its vectors have numbers."""
+    return FakeEngine(retrieval=Retrieval(is_encoder=True, labels=("no", "yes")))
+
+
 RERANK: Cases = cases(
     query=("which", reads(b"<Query>: which")),
     documents=(["this one"], reads(b"<Document>: this one")),
@@ -265,6 +281,21 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     EmbeddingRequest: EMBEDDINGS,
     RerankRequest: RERANK,
     ScoreRequest: SCORE,
+    ClassifyRequest: {
+        name: replace(case, engine=classifier)
+        for name, case in cases(
+            input=("ab", lambda seen: seen.submitted.prompt == (1, 97, 98)),
+            **{name: value for name, value in PAIRS.items() if name in CLASSIFIED},
+        ).items()
+    }
+    | {
+        "truncate_prompt_tokens": Case(
+            2,
+            lambda seen: seen.submitted.prompt == (1, 97),
+            beside={"input": "abc"},
+            engine=classifier,
+        )
+    },
     TextDocument: {
         "text": Case(
             None,

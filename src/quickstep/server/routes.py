@@ -61,8 +61,8 @@ from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore, StoredResponses
 from quickstep.server.scores.endpoint import Scores
-from quickstep.server.scores.request_types import RerankRequest, ScoreRequest
-from quickstep.server.scores.response_types import RerankResponse, ScoreList
+from quickstep.server.scores.request_types import ClassifyRequest, RerankRequest, ScoreRequest
+from quickstep.server.scores.response_types import ClassifyList, RerankResponse, ScoreList
 
 _NOT_GIVEN = msgspec.Raw()
 
@@ -173,6 +173,15 @@ def _scores(models: ModelRegistry, metrics: ServerMetrics) -> list[ApiRoute]:
             request=ScoreRequest,
             response=ScoreList,
             aliases=("/score",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/classify",
+            scores.classify,
+            "The classes of texts.",
+            request=ClassifyRequest,
+            response=ClassifyList,
+            aliases=("/classify",),
         ),
     ]
 

@@ -227,7 +227,11 @@ _BUGS = {
         "return max(0, self._num_scored_tokens - 1)",
         "return max(0, self._num_scored_tokens + 1)",
     ),
-    "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
+    "mean-from-the-cache": (
+        "sequence",
+        "if pooling is not None and pooling.needs_all:",
+        "if False:",
+    ),
     "prompt-only-continues": ("admission", "if request.prompt_only:", "if False:"),
     "paused-continues": ("sequence", "            and not self.is_paused\n", ""),
     "paused-prompt-continues": (

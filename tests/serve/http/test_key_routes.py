@@ -29,6 +29,7 @@ ROUTES: list[tuple[str, dict[str, object]]] = [
     ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ("/v2/rerank", {"query": "a", "documents": ["b"]}),
     ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ("/v1/classify", {"input": "a"}),
     ("/v1/completions", {"prompt": "a"}),
     ("/invocations", {"prompt": "a"}),
     ("/v1/responses", {"input": "a"}),

@@ -10,7 +10,7 @@ from client import client_of
 from fake_engine import FakeEngine, FakeStream
 from msgspec.structs import replace
 
-from quickstep.engine.retrieval.card import Retrieval
+from quickstep.engine.retrieval.card import Retrieval, Scoring
 from quickstep.server.app import create_app
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.types import Pooling, Request
@@ -195,6 +195,24 @@ def test_a_model_that_cannot_score_says_why() -> None:
     engine = FakeEngine(chat_template=None)
     refused = post(RERANK, {"query": "a", "documents": ["b"]}, engine)
     assert "no chat template" in refused.json()["error"]["message"]
+
+
+def test_the_classes_of_texts_are_in_order_and_probabilities_add_up() -> None:
+    engine = FakeEngine(retrieval=Retrieval(is_encoder=True, labels=("no", "yes")))
+    answer = post("/v1/classify", {"input": ["a", "bcde"]}, engine).json()
+    assert all(item.pooling is Pooling.CLASSES for item in engine.submitted)
+    for index, (found, item) in enumerate(zip(answer["data"], engine.submitted, strict=True)):
+        angle = len(item.prompt)
+        assert found["index"] == index and found["num_classes"] == 2
+        assert sum(found["probs"]) == pytest.approx(1)
+        assert found["label"] == ("no" if math.cos(angle) > math.sin(angle) else "yes")
+    assert answer["usage"]["total_tokens"] == sum(len(item.prompt) for item in engine.submitted)
+    refused = post("/v1/classify", {"input": "a"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "model"
+    assert post("/v1/classify", {"input": []}, engine).json()["error"]["param"] == "input"
+    one = FakeEngine(retrieval=Retrieval(scoring=Scoring.CLASS, labels=("relevant",)))
+    assert post(SCORE, {"text_1": "a", "text_2": "b"}, one).status_code == 200
+    assert bytes(one.submitted[0].prompt) == b"\x01a\x02b\x02"
 
 
 def test_embeddings_get_the_text_of_their_task_and_are_cut_on_request() -> None:

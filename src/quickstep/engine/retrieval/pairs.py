@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -259,6 +260,27 @@ def pair_prompts(
         _check_text(model, document, longest, pairs.document_field)
         ids = write(document)
         _check_len(model, len(ids), longest, pairs.document_field)
+        prompts.append(ids)
+    return prompts
+
+
+def text_prompts(
+    model: _Model, texts: Sequence[str], field: str, limits: TextLimits
+) -> list[list[int]]:
+    """A prompt for each text, with special tokens. Raises RequestError that names the `field`."""
+    longest = model.max_model_len
+    most = limits.checked(longest)
+    if not texts:
+        raise RequestError(f"{field} is an empty list", param=field)
+    tokenizer, prompts = model.tokenizer, []
+    for text in texts:
+        if most is not None:
+            write = partial(tokenizer.encode, add_special_tokens=True)
+            prompts.append(fitting_ids(tokenizer, write, text, most))
+            continue
+        _check_text(model, text, longest, field)
+        ids = tokenizer.encode(text, True)
+        _check_len(model, len(ids), longest, field)
         prompts.append(ids)
     return prompts
 

@@ -42,7 +42,7 @@ from quickstep.server.operate.debug import StepsQuery
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import request_types as responses_schema
 from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
-from quickstep.server.scores.request_types import RerankRequest, ScoreRequest
+from quickstep.server.scores.request_types import ClassifyRequest, RerankRequest, ScoreRequest
 from quickstep.server.usage.api_keys import PriorityRange
 
 Keywords = Mapping[str, Any]
@@ -253,6 +253,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "documents": _pairs(limits),
             **_of_prompt_runs(facts),
         },
+        ClassifyRequest: {"input": _pairs(limits), **_of_prompt_runs(facts)},
         ScoreRequest: {
             "text_1": _pairs(limits),
             "text_2": _pairs(limits),

@@ -20,10 +20,12 @@ from quickstep.engine.retrieval.card import Scoring
 from quickstep.engine.retrieval.pairs import (
     Pairs,
     TextLimits,
+    class_probabilities,
     pair_pooling,
     pair_prompts,
     pair_sampling,
     pair_scores,
+    text_prompts,
 )
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
@@ -43,9 +45,16 @@ from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import EmbeddingUsage
 from quickstep.server.options import bounded
-from quickstep.server.scores.request_types import RerankRequest, ScoreRequest, TextDocument
+from quickstep.server.scores.request_types import (
+    ClassifyRequest,
+    RerankRequest,
+    ScoreRequest,
+    TextDocument,
+)
 from quickstep.server.scores.response_types import (
     ApiVersion,
+    ClassifyData,
+    ClassifyList,
     RerankMeta,
     RerankResponse,
     RerankResult,
@@ -53,9 +62,11 @@ from quickstep.server.scores.response_types import (
     ScoreData,
     ScoreList,
 )
+from quickstep.types import Pooling, SamplingParams
 
 # A first pair is computed before the others if they share so many blocks with it.
 _SHARED_BLOCKS = 4
+_POOLED = SamplingParams(max_tokens=1)  # of which nothing is sampled
 
 
 class _Scored(msgspec.Struct, frozen=True):
@@ -83,6 +94,10 @@ class Scores:
     async def score(self, request: HttpRequest) -> Response:
         """Score pairs of texts. Raises RequestError, EngineError."""
         return await self._answer(request, self._scores)
+
+    async def classify(self, request: HttpRequest) -> Response:
+        """The classes of texts. Raises RequestError, EngineError."""
+        return await self._answer(request, self._classified)
 
     async def _answer(
         self,
@@ -150,6 +165,50 @@ class Scores:
             EmbeddingUsage(scored.num_tokens, scored.num_tokens),
         )
 
+    async def _classified(
+        self, request: HttpRequest, body: bytes, reader: FieldReader
+    ) -> ClassifyList:
+        caller = caller_of(request)
+        model = await self._models.of_body(body, caller)
+        fields = await model.server.lanes.of(caller).parse(
+            len(body), lambda: reader.decode(body, ClassifyRequest)
+        )
+        body_parsed(request)
+        texts = [fields.input] if isinstance(fields.input, str) else fields.input
+        bounded("input", len(texts), model.server.limits.prompts, "entries")
+        engine, server, labels = model.engine, model.server, model.engine.retrieval.labels
+        if not labels:
+            raise RequestError(
+                f"{engine.model_name} has no classification head; /v1/score and "
+                "response_format choose among texts",
+                param="model",
+            )
+        run = _prompt_run(request, model, fields)
+        limits, num_chars = TextLimits(fields.truncate_prompt_tokens), sum(map(len, texts))
+        reservation = server.limiter.admit(caller, num_chars // BYTES_PER_TOKEN, in_batch=False)
+        try:
+            prompts = await server.lanes.of(caller).run(
+                num_chars, lambda: text_prompts(engine, texts, "input", limits)
+            )
+            check_num_tokens(prompts, _POOLED, engine.max_model_len, server.limits)
+            deltas = await run.answers(self._observers, prompts, _POOLED, Pooling.CLASSES, "input")
+        finally:
+            reservation.release()
+        data = []
+        for index, delta in enumerate(deltas):
+            probs = list(class_probabilities(delta.embedding or ()))
+            label = labels[probs.index(max(probs))]
+            data.append(ClassifyData(index, label, probs, len(probs)))
+        num_tokens = sum(map(len, prompts))
+        return ClassifyList(
+            f"classify-{secrets.token_hex(16)}",
+            "list",
+            int(self._clock()),
+            model.name_or_default(fields.model),
+            data,
+            EmbeddingUsage(num_tokens, num_tokens),
+        )
+
     async def _scored(
         self,
         request: HttpRequest,
@@ -159,14 +218,7 @@ class Scores:
     ) -> _Scored:
         body_parsed(request)
         caller, server, engine = caller_of(request), model.server, model.engine
-        run = PromptRun(
-            model,
-            PromptFields(
-                fields.model, fields.user, fields.priority, fields.cache_salt, fields.timeout_s
-            ),
-            caller,
-            endpoint_of(request),
-        )
+        run = _prompt_run(request, model, fields)
         generates = engine.retrieval.scoring is Scoring.TOKENS
         sampling = pair_sampling(engine.retrieval)
         reservation = server.limiter.admit(
@@ -196,6 +248,17 @@ class Scores:
             sum(map(len, prompts)),
             len(prompts) if generates else 0,
         )
+
+
+def _prompt_run(
+    request: HttpRequest,
+    model: ServedModel,
+    fields: RerankRequest | ScoreRequest | ClassifyRequest,
+) -> PromptRun:
+    common = PromptFields(
+        fields.model, fields.user, fields.priority, fields.cache_salt, fields.timeout_s
+    )
+    return PromptRun(model, common, caller_of(request), endpoint_of(request))
 
 
 def _has_shared_prefix(prompts: Sequence[Sequence[int]], block_size: int) -> bool:

@@ -69,6 +69,24 @@ class RerankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     ] = None
 
 
+class ClassifyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Texts for a model with a classification head."""
+
+    input: Annotated[str | list[str], effect("A text or several.")]
+    model: ModelName = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        effect(
+            "Reads only so many of each input's first tokens; -1 for as many as the model takes. "
+            "A longer input is refused if not given."
+        ),
+    ] = None
+    user: Account = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    timeout_s: AnswerTimeout = None
+
+
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Pairs of texts: one `text_1` with each of `text_2`, or two lists of the same length."""
 

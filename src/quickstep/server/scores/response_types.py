@@ -57,6 +57,26 @@ class ScoreData(msgspec.Struct, frozen=True):
     score: float
 
 
+class ClassifyData(msgspec.Struct, frozen=True):
+    """The likeliest class of a text, and the probabilities of all in the order of the model."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyList(msgspec.Struct, frozen=True):
+    """The classes, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifyData]
+    usage: EmbeddingUsage
+
+
 class ScoreList(msgspec.Struct, frozen=True):
     """The scores, in the order of the pairs."""
 
