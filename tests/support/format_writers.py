@@ -204,6 +204,50 @@ def float8(kind: str, scale_name: str = ".weight_scale") -> Writer:
     return write
 
 
+def nvfp4(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+    """ModelOpt's layout; `weight` by the definition of e2m1."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    quants = torch.randint(0, 16, (outputs, inputs), generator=generator)
+    scales = (torch.rand(outputs, inputs // 16, generator=generator) * 400 + 1).to(
+        torch.float8_e4m3fn
+    )
+    total = torch.tensor(1.37e-4)
+    values = torch.where(quants < 8, 1.0, -1.0) * magnitudes[quants % 8]
+    weight = values * (scales.float() * total).repeat_interleave(16, 1)
+    tensors = {
+        ".weight": (quants[:, 0::2] | quants[:, 1::2] << 4).to(torch.uint8),
+        ".weight_scale": scales,
+        ".weight_scale_2": total,
+        ".input_scale": torch.tensor(0.01),
+    }
+    return Written(tensors, weight)
+
+
+def packed_nvfp4(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+    """The same, as compressed-tensors has it."""
+    written = nvfp4(outputs, inputs, generator)
+    total = 1 / written.tensors[".weight_scale_2"]
+    scales = written.tensors[".weight_scale"]
+    exact = written.weight / (
+        scales.float() * written.tensors[".weight_scale_2"]
+    ).repeat_interleave(16, 1)
+    tensors = {
+        ".weight_packed": written.tensors[".weight"],
+        ".weight_scale": scales,
+        ".weight_global_scale": total.reshape(1),
+        ".input_global_scale": torch.tensor([3.0]),
+    }
+    return Written(
+        tensors, exact.mul(2).round().div(2) * (scales.float() / total).repeat_interleave(16, 1)
+    )
+
+
+def modelopt_float8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+    """ModelOpt's fp8, with the scale of activations that it fixes."""
+    written = float8("tensor")(outputs, inputs, generator)
+    return Written(written.tensors | {".input_scale": torch.tensor(0.01)}, written.weight)
+
+
 def bnb_int8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
     quants = integers(generator, 255, outputs, inputs) - 127
     scales = (torch.rand(outputs, generator=generator) + 0.5) * 0.3

@@ -118,6 +118,12 @@ EXACT = {
     ),
     "fp8-tensor": (FP8, writers.float8("tensor")),
     "fp8-channel": (FP8, writers.float8("channel")),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, writers.nvfp4),
+    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, writers.modelopt_float8),
+    "packed-nvfp4": (
+        compressed("nvfp4-pack-quantized", 4, "tensor_group", 16, type="float"),
+        writers.packed_nvfp4,
+    ),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, writers.bnb_int8),
 }
 

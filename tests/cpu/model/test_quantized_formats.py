@@ -93,7 +93,7 @@ def test_every_tensor_of_the_files_is_accounted_for(tmp_path: Path) -> None:
         weights = open_weights(path, read_spec(path))
         stored = set(weights.stored())
         left = {name for name in weights.files.tensors if name not in stored}
-        assert all(name.endswith(".bias") for name in left)
+        assert all(name.endswith((".bias", ".input_scale", "_global_scale")) for name in left)
 
 
 def refused(path: Path) -> str:
@@ -219,3 +219,44 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
 
     write_quantized(tmp_path, AWQ | {"group_size": 32}, write)
     assert ".scales" in refused(tmp_path)
+
+
+def test_modelopts_own_file_says_how_weights_are_stored(tmp_path: Path) -> None:
+    meant = write_quantized(tmp_path, {}, writers.nvfp4)
+    (tmp_path / "hf_quant_config.json").write_text(
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", '
+        '"kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}}'
+    )
+    extra = {f"model.layers.0.self_attn.{part}_proj.{part}_scale": 0.5 for part in "kv"}
+    file = tmp_path / "a.safetensors"
+    save_file(load_file(file) | {name: torch.tensor(x) for name, x in extra.items()}, file)
+    for expected, found in matrices(tmp_path, meant):
+        torch.testing.assert_close(found.dequantized(), expected, rtol=1e-6, atol=0)
+    unused = opened(tmp_path)[0].unused()
+    assert extra.keys() <= set(unused) and len(unused) == 2 * 7 + 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [("NVFP4_AWQ", "'?NVFP4_AWQ"), ("W4A8_AWQ", "W4A8_AWQ"), ("", "no name")],
+)
+def test_another_algorithm_of_modelopt_is_refused(
+    algorithm: str, named: str, tmp_path: Path
+) -> None:
+    quantization = {"quant_method": "modelopt", "quant_algo": algorithm}
+    write_quantized(tmp_path, quantization, writers.nvfp4)
+    with pytest.raises(ConfigError, match=named):
+        opened(tmp_path)
+
+
+def test_a_scale_of_nvfp4_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path, *EXACT["modelopt-nvfp4"])
+    file = tmp_path / "a.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj"
+    tensors[f"{name}.weight_scale"][3, 2] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(
+        ConfigError, match=r"down_proj\.weight_scale' holds a scale that is not a num"
+    ):
+        opened(tmp_path)[1].stored((f"{name}.weight",))

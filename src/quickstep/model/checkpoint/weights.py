@@ -35,7 +35,11 @@ from quickstep.model.checkpoint.tensor_schema import (
     outer_tensors,
 )
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.formats.detect import find_storage, quantization_config
+from quickstep.model.formats.detect import (
+    find_storage,
+    quantization_config,
+    read_quantization,
+)
 from quickstep.model.formats.fused_experts import FusedExperts, as_stored, find_fused_experts
 from quickstep.model.quantization import MatrixFormat, common_form
 from quickstep.model.spec import read_config
@@ -53,6 +57,8 @@ _BUFFERS = re.compile(r"(.+\.)?(rotary_emb\.\w+|inv_freq|masked_bias|position_id
 # A module at the top that reads the last states next to the output projection: a trainer's head,
 # a classifier, layers that predict several tokens. No token depends on it.
 _OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|mtp\w*)\..+")
+# Fixed scales of activations and of the KV cache.
+_FIXED = re.compile(r".+\.(input_scale|k_scale|v_scale)")
 
 # Matrices that are packed below one another: their forms become one.
 _STACKS = (
@@ -173,10 +179,10 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             )
 
     def unused(self) -> tuple[str, ...]:
-        """Heads and layers in the files that no token depends on, which are not read."""
+        """Heads, layers and fixed scales in the files that no token depends on: not read."""
         expected = self.stored()
         others = (name for name in self.files.tensors if name not in expected)
-        return tuple(name for name in others if self._is_beside(name))
+        return tuple(name for name in others if self._is_beside(name) or _FIXED.fullmatch(name))
 
     def has_float8(self) -> bool:
         """Whether a matrix is stored in e4m3."""
@@ -294,7 +300,7 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
 
 
 def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
-    config = read_config(path)
+    config = read_quantization(Path(path), read_config(path))
     files = _renamed(open_checkpoint_files(path), spec.naming.renames)
     in_files = {name: tensor.shape for name, tensor in files.tensors.items()}
     spec = as_stored(spec, in_files)

@@ -3,6 +3,8 @@
     pack-quantized                   weight_packed [N, C*bits/32] int32, weight_shape [2]
     int-quantized, naive-quantized   weight [N, C] int8
     float-quantized, naive-quantized weight [N, C] e4m3, with a scale per tensor, output or block
+    nvfp4-pack-quantized             weight_packed [N, C/2] e2m1, weight_scale [N, C/16] e4m3 over
+                                     weight_global_scale (`formats.modelopt`)
     all                              weight_scale [N, G], weight_zero_point, weight_g_idx [C]
     w = (q - zero) * scale
 
@@ -36,6 +38,13 @@ from quickstep.model.formats.gptq import (
     requantized_form,
     unpack_words,
 )
+from quickstep.model.formats.modelopt import (
+    NVFP4_GROUP,
+    float8_scales,
+    nvfp4_form,
+    nvfp4_parts,
+    nvfp4_rows,
+)
 from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.tensors import HostTensor
@@ -46,6 +55,7 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 _STRATEGIES = ("channel", "group", "tensor")
 _FLOAT_STRATEGIES = ("channel", "tensor", "block")
+_NVFP4 = "nvfp4-pack-quantized"
 _SCATTERING = ("group", "dynamic", True)  # of actorder; `weight` and `static` keep groups in order
 _EXPRESSION = "re:"
 
@@ -64,6 +74,7 @@ class WeightScheme(msgspec.Struct, frozen=True):
     is_float8: bool = False
     block: Block | None = None
     is_scattered: bool = False
+    is_nvfp4: bool = False
 
 
 class Schemes(msgspec.Struct, frozen=True):
@@ -126,12 +137,18 @@ def _scheme(name: str, group: object, outer_format: str) -> WeightScheme:
         weights, {"type": "int", "symmetric": True, "strategy": "channel"}, f"{where} weights"
     )
     kind, bits = weight_fields.text("type"), weight_fields.optional_integer("num_bits")
+    if form == _NVFP4 and kind == "float" and bits == 4:
+        if weight_fields.optional_integer("group_size") not in (None, NVFP4_GROUP):
+            raise ConfigError(f"{where} has groups other than of {NVFP4_GROUP} inputs as {form}")
+        targets = _texts(fields.sequence("targets"))
+        return WeightScheme(targets, bits, True, NVFP4_GROUP, is_nvfp4=True)
     is_float8 = kind == "float" and bits == 8 and form in _FLOAT_FORMATS
     if not is_float8 and (form not in _FORMATS or kind != "int"):
         known = ", ".join(_FORMATS)
         raise ConfigError(
             f"{where} holds weights of {kind}{bits} as {form or 'no named format'}; supported are "
-            f"int4 and int8 as {known}, and float8 as {' or '.join(_FLOAT_FORMATS)}"
+            f"int4 and int8 as {known}, float8 as {' or '.join(_FLOAT_FORMATS)}, and float4 as "
+            f"{_NVFP4}"
         )
     if bits not in (4, 8):
         raise ConfigError(f"{where} holds weights of {bits} bits; 4 and 8 are supported")
@@ -202,6 +219,10 @@ class CompressedTensorsStorage:
         scheme = self._scheme(module)
         if scheme.is_float8:
             return self._float8_parts(name, shape, scheme)
+        if scheme.is_nvfp4:
+            stored = f"{module}.weight_packed"
+            found = nvfp4_parts(self._files, stored, f"{module}.weight_scale", shape)
+            return found | {f"{module}.weight_global_scale": (1,)}
         outputs, inputs = shape
         groups = inputs // checked_group(module, scheme.group_size, inputs)
         per_word = 32 // scheme.bits
@@ -232,6 +253,8 @@ class CompressedTensorsStorage:
         if scheme.is_float8:
             group = None if scheme.block is None else scheme.block[1]
             return MatrixFormat(8, None if group == shape[1] else group, is_float8=True)
+        if scheme.is_nvfp4:
+            return nvfp4_form(shape)
         group_size = checked_group(module, scheme.group_size, shape[1])
         if group_indices(self._files, f"{module}.weight_g_idx", group_size) is not None:
             return requantized_form(shape[1])
@@ -246,6 +269,10 @@ class CompressedTensorsStorage:
         if scheme.is_float8:
             scale = reader.floats(f"{module}.weight_scale")
             return float8_rows(name, shape, scale, scheme.block, reader)
+        if scheme.is_nvfp4:
+            factor = reader.floats(f"{module}.weight_global_scale").reshape(())
+            scales = float8_scales(reader, f"{module}.weight_scale") / factor
+            return nvfp4_rows(f"{module}.weight_packed", shape, scales, reader)
         outputs, inputs = shape
         group_size = checked_group(module, scheme.group_size, inputs)
         groups = (outputs, inputs // group_size)
@@ -263,9 +290,10 @@ class CompressedTensorsStorage:
         )
 
     def has_no_effect(self, name: str) -> bool:
-        """No tensor: compressed-tensors writes no unused ones."""
-        del name
-        return False
+        """The scale of activations, which nvfp4 fixes; here they are quantized per token."""
+        module, _, kind = name.rpartition(".")
+        nvfp4 = f"{module}.weight_global_scale" in self._files.tensors
+        return nvfp4 and kind == "input_global_scale"
 
     def _scheme(self, module: str) -> WeightScheme:
         scheme = self._schemes.of(module)

@@ -6,10 +6,12 @@ Each format is imported where a checkpoint has it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_spec import GGUF_ARCHITECTURE
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
     from quickstep.model.formats.quantized_reader import QuantizedReader
     from quickstep.model.formats.storage import MatrixStorage
 
-_METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes")
+_METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes", "modelopt")
 _SUPPORTED = (
-    "compressed-tensors (int4, int8, fp8), fp8, awq, gptq (also auto-round's), bitsandbytes, GGUF "
-    "files, and mxfp4 for gpt-oss"
+    "compressed-tensors (int4, int8, fp8, nvfp4), modelopt (nvfp4, fp8), fp8, awq, gptq (also "
+    "auto-round's), bitsandbytes, GGUF files, and mxfp4 for gpt-oss"
 )
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 # packing_format -> the format whose layout it is, byte for byte
@@ -64,10 +66,14 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
 def _method(found: Mapping[str, object]) -> str:
     """The format's name; files of some methods are in the layout of another one."""
     method = str(found.get("quant_method", "")).lower()
+    if not method and "quant_algo" in found:
+        return "modelopt"
     if not method and "config_groups" in found:
         return "compressed-tensors"
     if "load_in_4bit" in found or "load_in_8bit" in found:
         return method if method in _METHODS else "bitsandbytes"
+    if method.startswith("modelopt"):  # also modelopt_fp4, as some files have it
+        return "modelopt"
     if method in _AUTO_ROUND:
         return _packing(found)
     return method
@@ -102,6 +108,10 @@ def _open(method: str, found: dict[str, object], files: TensorFiles) -> MatrixSt
         from quickstep.model.formats.gptq import GptqStorage
 
         return GptqStorage(found, files)
+    if method == "modelopt":
+        from quickstep.model.formats.modelopt import ModelOptStorage
+
+        return ModelOptStorage(found, files)
     from quickstep.model.formats.bitsandbytes import BitsAndBytesStorage
 
     return BitsAndBytesStorage(found, files)
@@ -120,6 +130,19 @@ def open_quantized_reader(
 
     heads = gguf_paired_heads(config, spec) if isinstance(storage, GgufStorage) else None
     return QuantizedReader(reader, storage, shapes, heads)
+
+
+def read_quantization(path: Path, config: Mapping[str, object]) -> Mapping[str, object]:
+    """The config of the checkpoint at `path`, with ModelOpt's file next to it, if there is one and
+    the config does not say how weights are stored. Raises ConfigError.
+    """
+    file = path / "hf_quant_config.json"
+    if quantization_config(config) or not file.is_file():
+        return config
+    found = read_json(file).get("quantization")
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{file} has no object `quantization`, so it is not known what it says")
+    return {**config, "quantization_config": dict(found)}
 
 
 def quantization_config(config: Mapping[str, object]) -> dict[str, object]:
