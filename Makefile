@@ -28,7 +28,7 @@ DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
 
-.PHONY: help demo try-smollm2 test docs docs-test page deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -41,6 +41,7 @@ help:
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
 	@echo "make reference    write docs/reference from the declarations"
+	@echo "make real         measure and test SmolLM2-135M (98 MB, fetched once) against transformers"
 	@echo "make page         test the page at / in chromium"
 	@echo "make verify       check that requests give the same bits in any batch"
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
@@ -100,6 +101,11 @@ $(DOCS)/.ready: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+# A real public model: its likelihoods and texts against transformers on the same file, dequantized, and
+# what users do with it: chat, tools' grammars, schemas, stops, drafts, `verify`. 6 minutes.
+real: $(READY) $(SMOLLM2)
+	$(BIN)/python -m pytest -c tests/real/pytest.ini tests/real
 
 # What README and docs/guide tell a reader to type, with real servers, and what the pages say it prints.
 docs-test: $(READY)
@@ -171,6 +177,7 @@ check: $(READY)
 	$(BIN)/python tools/write_python_reference.py --check
 	$(BIN)/python tools/write_errors_reference.py --check
 	$(BIN)/python tools/write_environment_reference.py --check
+	$(BIN)/python tools/write_architectures_reference.py --check
 
 # Calls and instructions of fixed steps, compared with tools/count_bounds.json; a part of `check`.
 counts: $(READY)
@@ -189,6 +196,7 @@ reference: $(READY)
 	$(BIN)/python tools/write_python_reference.py
 	$(BIN)/python tools/write_errors_reference.py
 	$(BIN)/python tools/write_environment_reference.py
+	$(BIN)/python tools/write_architectures_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.

@@ -229,7 +229,8 @@ def _served_row(
     seconds = max(timing.arrivals[-1].at_s for timing in times) - min(
         timing.submitted_s for timing in times
     )
-    head_bytes = kv_head_bytes(measured.spec.head_size, measured.dtype.itemsize, "auto")
+    head_size = measured.spec.kv_size.head_size
+    head_bytes = kv_head_bytes(head_size, measured.dtype.itemsize, "auto")
     context = num_inputs + num_outputs // 2
     step_bytes = measured.weight_bytes_read(num_requests) + decode_kv_bytes(
         measured.spec, head_bytes, context, num_requests

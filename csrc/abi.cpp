@@ -199,13 +199,65 @@ int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_tokens,
   return QS_OK;
 }
 
+int qs_head_linear_run(qs_context* context, const qs_linear* linear,
+                       const qs_head_linear_call* call) {
+  if (call->num_heads < 1 || call->n < 1 || call->num_tokens < 0 || call->half < 0) {
+    return QS_INVALID;
+  }
+  const qs::HeadLinearArgs args = {&linear->packed, call};
+  if (linear->packed.num_panels != call->num_heads * args.panels() ||
+      linear->packed.bias != nullptr) {
+    return QS_INVALID;
+  }
+  if (call->num_tokens == 0) return QS_OK;
+  context->kernels->head_linear(context->pool, args);
+  return QS_OK;
+}
+
+int qs_latent_keys(qs_context* context, const qs_latent_keys_call* call) {
+  if (!valid_dtype(call->dtype) || call->num_tokens < 0 || call->size < 1 || call->half < 0) {
+    return QS_INVALID;
+  }
+  if (call->num_tokens == 0) return QS_OK;
+  context->kernels->latent_keys(context->pool, *call);
+  return QS_OK;
+}
+
 int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
                         int64_t num_tokens, int64_t n, void* out) {
   const bool known = activation >= QS_SILU && activation <= QS_CLAMPED_SWIGLU;
   if (!valid_dtype(dtype) || !known) return QS_INVALID;
   if (num_tokens <= 0 || n < 1) return num_tokens == 0 ? QS_OK : QS_INVALID;
   context->kernels->gated_activation(context->pool,
-                                     {dtype, activation, gate_up, num_tokens, n, out});
+                                     {dtype, activation, gate_up, 2 * n,
+                                      static_cast<const char*>(gate_up) + n * qs::element_bytes(dtype),
+                                      2 * n, num_tokens, n, out});
+  return QS_OK;
+}
+
+int qs_activation_of(qs_context* context, int dtype, int activation, const void* x,
+                     int64_t x_stride, const void* factor, int64_t factor_stride,
+                     int64_t num_tokens, int64_t n, void* out) {
+  const bool known = activation >= QS_SILU && activation <= QS_RELU2;
+  if (!valid_dtype(dtype) || !known) return QS_INVALID;
+  if (factor == nullptr && activation == QS_CLAMPED_SWIGLU) return QS_INVALID;
+  if (num_tokens <= 0 || n < 1) return num_tokens == 0 ? QS_OK : QS_INVALID;
+  context->kernels->gated_activation(
+      context->pool,
+      {dtype, activation, x, x_stride, factor, factor_stride, num_tokens, n, out});
+  return QS_OK;
+}
+
+int qs_layer_norm(qs_context* context, int dtype, const void* x, const void* residual,
+                  int64_t outer, int64_t inner, int64_t size, int64_t outer_stride,
+                  int64_t inner_stride, const void* weight, int64_t weight_stride,
+                  const void* bias, float eps, float offset, void* out, void* sum) {
+  if (!valid_dtype(dtype) || outer < 0 || inner < 1 || size < 1) return QS_INVALID;
+  if (outer == 0) return QS_OK;
+  if (residual != nullptr && (inner != 1 || sum == nullptr)) return QS_INVALID;
+  context->kernels->layer_norm(
+      context->pool, {dtype, x, residual, outer, inner, size, outer_stride, inner_stride, weight,
+                      weight_stride, bias, eps, offset, out, sum});
   return QS_OK;
 }
 
@@ -236,7 +288,11 @@ int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention
 int qs_paged_attention(qs_context* context, const qs_attention* call) {
   const bool heads = call->num_kv_heads >= 1 && call->num_heads % call->num_kv_heads == 0;
   const bool dtypes = valid_dtype(call->dtype) && valid_kv_dtype(call->kv_dtype);
-  if (!dtypes || !heads || call->block_size < 1 || call->num_rows < 0) {
+  const bool is_latent = call->v_cache == nullptr;
+  const int32_t least = is_latent ? 1 : 0, most = is_latent ? call->head_size : 0;
+  const bool sizes = call->head_size >= 1 && call->head_size <= QS_MAX_HEAD_SIZE &&
+                     call->value_size >= least && call->value_size <= most;
+  if (!dtypes || !heads || !sizes || call->block_size < 1 || call->num_rows < 0) {
     return QS_INVALID;
   }
   for (int64_t row = 0; row < call->num_rows; ++row) {

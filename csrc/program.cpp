@@ -377,6 +377,7 @@ int attend(qs_program* program, const qs_op& op) {
   call.max_blocks = program->max_blocks;
   call.num_blocks = op.size[3];
   call.window = op.size[4];
+  call.value_size = static_cast<int32_t>(op.stride[1]);
   call.scale = static_cast<float>(op.scalar[0]);
   call.softcap = static_cast<float>(op.scalar[1]);
   call.q = op.in[0];
@@ -545,12 +546,47 @@ int route(qs_program* program, const qs_op& op, int64_t rows) {
   call.num_groups = op.size[2];
   call.groups_per_token = op.size[3];
   call.sigmoid = op.size[4];
+  call.counted_per_group = static_cast<int64_t>(op.scalar[1]);
   call.scale = op.scalar[0];
   call.scores = op.in[0];
   call.bias = static_cast<const float*>(op.in[1]);
+  call.factors = static_cast<const float*>(op.in[2]);
   call.chosen = static_cast<int64_t*>(op.out[0]);
   call.weights = static_cast<float*>(op.out[1]);
   return qs_route(program->context, &call);
+}
+
+int multiply_heads(qs_program* program, const qs_op& op, int64_t rows) {
+  qs_head_linear_call call = {};
+  call.num_heads = op.size[0];
+  call.n = op.size[1];
+  call.num_tokens = rows;
+  call.x_stride = op.stride[0];
+  call.x_head_stride = op.stride[1];
+  call.x = op.in[0];
+  call.cos = static_cast<const float*>(op.in[2]);
+  call.sin = static_cast<const float*>(op.in[3]);
+  call.half = op.size[2];
+  call.interleaved = op.option;
+  call.out = op.out[0];
+  return qs_head_linear_run(program->context, static_cast<const qs_linear*>(op.in[1]), &call);
+}
+
+int make_latent_keys(qs_program* program, const qs_op& op, int64_t rows) {
+  qs_latent_keys_call call = {};
+  call.dtype = op.dtype;
+  call.interleaved = op.option;
+  call.num_tokens = rows;
+  call.size = op.size[0];
+  call.x_stride = op.stride[0];
+  call.x = op.in[0];
+  call.weight = op.in[1];
+  call.eps = op.scalar[0];
+  call.cos = static_cast<const float*>(op.in[2]);
+  call.sin = static_cast<const float*>(op.in[3]);
+  call.half = op.size[1];
+  call.out = op.out[0];
+  return qs_latent_keys(program->context, &call);
 }
 
 // Few rows, which this thread copies: `ids` are emitting tokens of the step, within `x`.
@@ -605,6 +641,13 @@ int run_op(qs_program* program, const qs_op& op) {
     case QS_OP_GATED:
       return qs_gated_activation(context, op.dtype, op.option, op.in[0], rows, op.size[0],
                                  op.out[0]);
+    case QS_OP_ACTIVATION:
+      return qs_activation_of(context, op.dtype, op.option, op.in[0], op.stride[0], op.in[1],
+                              op.stride[1], rows, op.size[0], op.out[0]);
+    case QS_OP_LAYER_NORM:
+      return qs_layer_norm(context, op.dtype, op.in[0], op.in[1], rows, op.size[0], op.size[1],
+                           op.stride[0], op.stride[1], op.in[2], op.size[2], op.in[3], a, b,
+                           op.out[0], op.out[1]);
     case QS_OP_WRITE_KV:
       return write_kv(program, op, rows);
     case QS_OP_ATTENTION:
@@ -634,6 +677,10 @@ int run_op(qs_program* program, const qs_op& op) {
       return route(program, op, rows);
     case QS_OP_EXPERTS:
       return run_experts(program, op, rows);
+    case QS_OP_HEAD_LINEAR:
+      return multiply_heads(program, op, rows);
+    case QS_OP_LATENT_KEYS:
+      return make_latent_keys(program, op, rows);
     case QS_OP_GATE:
       return qs_gate(context, op.dtype, op.in[0], op.in[1], op.stride[0], rows, op.size[0],
                      op.size[1], op.out[0]);

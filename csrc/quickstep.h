@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 16
+#define QS_ABI_VERSION 18
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -29,7 +29,15 @@ enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
 // What a KV cache may also hold: a head is D quants of 8 bits and the float32 that they are
 // multiplied by, D + 4 bytes together. Quants are rounded half to even, scale = max|x| / 127.
 enum qs_kv_dtype { QS_I8 = 3 };
-enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_CLAMPED_SWIGLU = 3 };
+// The last two are activations of qs_activation_of only.
+enum qs_activation {
+  QS_SILU = 0,
+  QS_GELU = 1,
+  QS_GELU_TANH = 2,
+  QS_CLAMPED_SWIGLU = 3,
+  QS_RELU = 4,
+  QS_RELU2 = 5,
+};
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
@@ -213,8 +221,22 @@ QS_API int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_
 QS_API int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
                                int64_t num_tokens, int64_t n, void* out);
 
+// act(x), or act(x) * factor where there is one; x and factor [T, n], rows a stride apart. Of a
+// clamped activation, only with a factor.
+QS_API int qs_activation_of(qs_context* context, int dtype, int activation, const void* x,
+                            int64_t x_stride, const void* factor, int64_t factor_stride,
+                            int64_t num_tokens, int64_t n, void* out);
+
+// (x - mean) / sqrt(variance + eps) * (weight + offset) + bias of rows [outer, inner, size], in
+// fp32, rounded once; bias may be null. `weight_stride` is from one inner row's weight to the next.
+// With a residual (inner is 1, rows are contiguous), of x + residual, which is written to `sum`.
+QS_API int qs_layer_norm(qs_context* context, int dtype, const void* x, const void* residual,
+                         int64_t outer, int64_t inner, int64_t size, int64_t outer_stride,
+                         int64_t inner_stride, const void* weight, int64_t weight_stride,
+                         const void* bias, float eps, float offset, void* out, void* sum);
+
 // Writes k and v [T, K, D] of `dtype` to the rows `slots` [T] of caches of `kv_dtype` (a qs_dtype
-// or QS_I8), each value rounded once.
+// or QS_I8), each value rounded once. v and v_cache may be null.
 typedef struct qs_kv_write {
   int32_t dtype;
   int32_t kv_dtype;
@@ -245,13 +267,15 @@ typedef struct qs_kv_move {
 
 QS_API int qs_move_kv(const qs_kv_move* call);
 
+// Heads have up to QS_MAX_HEAD_SIZE elements.
+#define QS_MAX_HEAD_SIZE 576
 typedef struct qs_attention {
   int32_t dtype;
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t kv_dtype;         // a qs_dtype or QS_I8
-  int32_t unused;
+  int32_t value_size;       // with v_cache null, so many first elements of a key are its value
   int64_t q_stride;         // between tokens
   int64_t num_rows;         // R
   int64_t block_size;
@@ -271,7 +295,7 @@ typedef struct qs_attention {
   const int64_t* tail_offsets;  // [R + 1]
   const int64_t* tail_slots;
   const float* sinks;           // [H], a logit of each head's softmax without a value; null: none
-  void* out;                    // [T, H, D]
+  void* out;                    // [T, H, D], or value_size in place of D
   void* scratch;                // qs_attention_scratch_bytes(...) bytes, or null when that is 0
 } qs_attention;
 
@@ -354,10 +378,12 @@ typedef struct qs_route_call {
   int64_t per_token;    // A
   int64_t num_groups;   // of E / num_groups experts each
   int64_t groups_per_token;
+  int64_t counted_per_group;  // so many best experts are added to choose groups: 1 or 2
   int64_t sigmoid;
   double scale;
   const void* scores;   // [T, E]
   const float* bias;    // [E], or null
+  const float* factors;  // [E], of an expert's weights; or null
   int64_t* chosen;      // [T, A] the largest first
   float* weights;       // [T, A]
 } qs_route_call;
@@ -464,6 +490,42 @@ typedef struct qs_delta_call {
 } qs_delta_call;
 
 QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
+// Attention over latents (docs/design/0075). A product of each head by itself: out[h] [T, n] =
+// x[h] [T, k] * weight[h]^T, in the dtype of the weight, whose heads have complete panels (outputs up
+// to the next multiple of 16). Elements k to k + 2 half of x[h] are turned as by qs_rotary, and
+// follow the outputs.
+typedef struct qs_head_linear_call {
+  int64_t num_heads;
+  int64_t n;
+  int64_t num_tokens;
+  int64_t x_stride;         // between tokens
+  int64_t x_head_stride;
+  const void* x;
+  const float* cos;         // [T, half]
+  const float* sin;
+  int64_t half;             // 0: nothing is turned
+  int64_t interleaved;
+  void* out;                // [T, H, n + 2 half]
+} qs_head_linear_call;
+QS_API int qs_head_linear_run(qs_context* context, const qs_linear* linear,
+                              const qs_head_linear_call* call);
+
+// out [T, size + 2 half]: the norm of x's first elements, and the others turned.
+typedef struct qs_latent_keys_call {
+  int32_t dtype;
+  int32_t interleaved;
+  int64_t num_tokens;
+  int64_t size;
+  int64_t x_stride;
+  const void* x;
+  const void* weight;       // [size]
+  double eps;
+  const float* cos;         // [T, half]
+  const float* sin;
+  int64_t half;
+  void* out;
+} qs_latent_keys_call;
+QS_API int qs_latent_keys(qs_context* context, const qs_latent_keys_call* call);
 
 // Mamba-2. x is gates z [heads, P], the convolution's inputs (values [heads, P], keys B and queries C
 // [groups, N]) and time steps [heads]. The inputs go through a convolution and SiLU. With
@@ -503,11 +565,12 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //   ROTARY     in x, cos, sin             out y                size: heads, head size, half;
 //                                                              stride[0]; option: interleaved
 //   GATED      in gate_up                 out y                size: n; option: qs_activation
-//   WRITE_KV   in k, v                    out k, v cache       size: kv heads, head size, slots;
+//   WRITE_KV   in k, v or null            out k, v cache       size: kv heads, head size, slots;
 //                                                              stride: of k and v;
 //                                                              option: dtype of the caches
-//   ATTENTION  in q, k cache, v cache,    out y                size: heads, kv heads, head size,
-//              sinks or null                                   blocks, window; stride[0] of q;
+//   ATTENTION  in q, k cache, v cache or  out y                size: heads, kv heads, head size,
+//              null, sinks or null                             blocks, window; stride[0] of q,
+//                                                              stride[1]: value size;
 //                                                              scalar: scale, softcap;
 //                                                              option: dtype of the caches;
 //                                                              over emitting rows, q is of their
@@ -522,9 +585,9 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //                                                              bytes between the rows of x
 //   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x;
 //                                                              option: x are token ids
-//   ROUTE      in scores, bias or null    out chosen, weights  size: E, A, groups, of a token,
-//                                                              sigmoid; scalar: scale;
-//                                                              option: normalise
+//   ROUTE      in scores, bias or null,   out chosen, weights  size: E, A, groups, of a token,
+//              factors or null                                 sigmoid; scalar: scale, counted
+//                                                              per group; option: normalise
 //   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
 //              qs_experts, qs_group or                         adapters, first column;
 //              null                                            stride[0] of x;
@@ -539,6 +602,16 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //                                                              scalar: eps; option: width
 //   MAMBA      in x, qs_mamba_call with   out y, states        size: slots, floats of a slot
 //              what is fixed
+//   HEAD_LINEAR  in x, qs_linear, cos,    out y                size: heads, n, half; stride: of
+//              sin                                             tokens and heads of x;
+//                                                              option: interleaved
+//   LATENT_KEYS  in x, weight, cos, sin   out y                size: size, half; stride[0] of x;
+//                                                              scalar: eps; option: interleaved
+//   ACTIVATION in x, factor or null       out y                size: n; stride: of x and factor;
+//                                                              option: qs_activation
+//   LAYER_NORM in x, residual or null,    out y, sum           size: inner, size, stride of the
+//              weight, bias or null                            weight; stride: both;
+//                                                              scalar: eps, offset
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -564,6 +637,10 @@ enum qs_op_kind {
   QS_OP_SHORT_CONV = 21,
   QS_OP_DELTA = 22,
   QS_OP_MAMBA = 23,
+  QS_OP_HEAD_LINEAR = 24,
+  QS_OP_LATENT_KEYS = 25,
+  QS_OP_ACTIVATION = 30,  // qs_activation_of
+  QS_OP_LAYER_NORM = 31,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

@@ -37,7 +37,8 @@ from hypothesis import settings
 
 _ROOT = Path(__file__).resolve().parents[1]
 
-collect_ignore = ["clients", "page"]  # they need other packages: `make clients`, `make page`
+# They need other packages: `make clients`, `make page`, `make real`.
+collect_ignore = ["clients", "page", "real"]
 os.environ["QUICKSTEP_CACHE_DIR"] = ""  # empty: store nothing
 os.environ["SSL_CERT_FILE"] = ""
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # without any

@@ -20,6 +20,7 @@
 
 #include "kernels/amx_items.h"
 #include "kernels/amx_tiles.h"
+#include "kernels/head_linear.h"
 #include "kernels/linear_output.h"
 #include "kernels/ranges.h"
 
@@ -278,6 +279,27 @@ void linear_tiles(Pool* pool, const LinearArgs& args) {
   for_items(pool, args.num_tokens, num_panels, kItemPanels, [&](Range panels, Range tiles) {
     bf16* out = static_cast<bf16*>(args.out) + tiles.begin * kMostRows * n;
     run_panels(problem, panels, tiles, out + panels.begin * kPanel, n);
+  });
+}
+
+void head_linear_tiles(Pool* pool, const HeadLinearArgs& args) {
+  const qs_head_linear_call& call = *args.call;
+  const int64_t num_tiles = div_up(call.num_tokens, kMostRows);
+  const int64_t num_chunks = div_up(call.num_tokens, kChunkRows);
+  const int64_t num_ranges = div_up(args.panels(), kItemPanels), per_head = num_chunks * num_ranges;
+  parallel_for(pool, call.num_heads * per_head, [&](int64_t item) {
+    const int64_t head = item / per_head, range = item % per_head / num_chunks;
+    const PackedLinear packed = weight_of_head<bf16>(args, head);
+    const bf16* x = static_cast<const bf16*>(call.x) + head * call.x_head_stride;
+    const Problem problem = {&packed, x, call.x_stride, call.num_tokens};
+    const Range panels = part(packed.num_panels, range, num_ranges);
+    const Range tiles = part(num_tiles, item % num_chunks, num_chunks);
+    bf16* out = static_cast<bf16*>(call.out) + tiles.begin * kMostRows * args.out_stride() +
+                head * args.out_head_stride() + panels.begin * kPanel;
+    run_panels(problem, panels, tiles, out, args.out_stride());
+    if (range > 0) return;
+    turn_rest<bf16>(args, head, {tiles.begin * kMostRows,
+                                 min_of(call.num_tokens, tiles.end * kMostRows)});
   });
 }
 

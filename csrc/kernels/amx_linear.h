@@ -10,6 +10,7 @@ namespace qs::QS_LEVEL {
 
 constexpr bool kTilesOfBf16 = true;
 void linear_tiles(Pool* pool, const LinearArgs& args);
+void head_linear_tiles(Pool* pool, const HeadLinearArgs& args);
 // The outputs are gates and as many ups, each of whole panels; `out` gets their activations.
 void gated_linear_tiles(Pool* pool, const LinearArgs& args, int activation);
 
@@ -17,6 +18,7 @@ void gated_linear_tiles(Pool* pool, const LinearArgs& args, int activation);
 
 constexpr bool kTilesOfBf16 = false;
 inline void linear_tiles(Pool*, const LinearArgs&) {}
+inline void head_linear_tiles(Pool*, const HeadLinearArgs&) {}
 inline void gated_linear_tiles(Pool*, const LinearArgs&, int) {}
 
 #endif

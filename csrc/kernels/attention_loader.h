@@ -70,9 +70,13 @@ class TileLoader {
         block_size_(call.block_size),
         head_size_(call.head_size),
         width_(Form::width(call.head_size)),
+        value_size_(value_size(call)),
+        value_width_(Form::width(value_size_)),
         stride_(call.num_kv_heads * kv_head_bytes<KV>(call.head_size)),
         keys_(static_cast<const char*>(call.k_cache) + kv_head * kv_head_bytes<KV>(head_size_)),
-        values_(static_cast<const char*>(call.v_cache) + kv_head * kv_head_bytes<KV>(head_size_)) {}
+        values_(call.v_cache == nullptr ? keys_
+                                        : static_cast<const char*>(call.v_cache) +
+                                              kv_head * kv_head_bytes<KV>(head_size_)) {}
 
   // The positions of `span`, inside the tile that begins at `tile_begin`.
   void load_tile(int64_t tile_begin, Span span, TileBuffers& buffers) {
@@ -155,15 +159,15 @@ class TileLoader {
   void load_values(const int64_t* offsets, Span local, TileBuffers& buffers) const {
     constexpr int64_t kPair = Form::kPair;
     for (int64_t j = local.begin / kPair * kPair; j < local.end; j += kPair) {
-      float* to = buffers.values + j / kPair * width_;
+      float* to = buffers.values + j / kPair * value_width_;
       if (local.begin <= j && j + kPair <= local.end) {
-        Access::store_values(value_row(offsets[j]), value_row(offsets[j + kPair - 1]), head_size_,
+        Access::store_values(value_row(offsets[j]), value_row(offsets[j + kPair - 1]), value_size_,
                              to);
         continue;
       }
       const bool has_first = local.begin <= j;
       Access::store_values(has_first ? value_row(offsets[j]) : nullptr,
-                           has_first ? nullptr : value_row(offsets[j + 1]), head_size_, to);
+                           has_first ? nullptr : value_row(offsets[j + 1]), value_size_, to);
     }
     if constexpr (Form::kOnTiles) clear_rest_of_steps(local, buffers.values);
   }
@@ -174,8 +178,9 @@ class TileLoader {
     const Span pairs = {local.begin / 2, div_up(local.end, 2)};
     const int64_t first = pairs.begin / kStepPairs * kStepPairs;
     const int64_t last = div_up(pairs.end, kStepPairs) * kStepPairs;
-    memset(values + first * width_, 0, (pairs.begin - first) * width_ * sizeof(float));
-    memset(values + pairs.end * width_, 0, (last - pairs.end) * width_ * sizeof(float));
+    const int64_t width = value_width_;
+    memset(values + first * width, 0, (pairs.begin - first) * width * sizeof(float));
+    memset(values + pairs.end * width, 0, (last - pairs.end) * width * sizeof(float));
   }
 
   QS_INLINE const KV* value_row(int64_t offset) const {
@@ -185,7 +190,7 @@ class TileLoader {
   const int32_t* block_table_;
   int64_t tail_begin_;
   const int64_t* tail_slots_;
-  int64_t block_size_, head_size_, width_, stride_;
+  int64_t block_size_, head_size_, width_, value_size_, value_width_, stride_;
   const char* keys_;
   const char* values_;
 };

@@ -16,22 +16,23 @@ namespace qs::QS_LEVEL {
 
 constexpr int64_t kTile = 64;       // KV positions, at absolute multiples
 constexpr int64_t kMaxQueries = 64;  // (token, head) pairs that share a pass over the KV
-constexpr int64_t kMaxHeadSize = 256;
+constexpr int64_t kMaxHeadSize = QS_MAX_HEAD_SIZE;
+constexpr int64_t kUsualHeadSize = 256;  // up to which a pass has the smaller memory
+static_assert(kMaxHeadSize % (2 * W) == 0);
 
 // Softmax state of a query row over the positions seen so far: maximum (of scores in
-// units of log2), sums of weights by vector lane, and the weighted sum of values in
-// `out` [query][width].
+// units of log2), sums of weights by vector lane, and the weighted sum of values.
 struct SoftmaxState {
   float max[kMaxQueries];
   alignas(64) float sums[kMaxQueries * W];
-  alignas(64) float out[kMaxQueries * kMaxHeadSize];
+  float* out;  // [query][width of values]
 };
 
-// `width` is the head size rounded up to whole vectors; a word is a float or a pair.
+// A width is the size of keys or values rounded up to whole vectors; a word is a float or a pair.
 struct TileBuffers {
-  alignas(64) float queries[kMaxQueries * kMaxHeadSize];  // [query][words of the width]
-  alignas(64) float keys[kMaxHeadSize * kTile];           // [word of the width][position]
-  alignas(64) float values[kTile * kMaxHeadSize];         // [position or pair of them][width]
+  float* queries;  // [query][words of the width]
+  float* keys;     // [word of the width][position]
+  float* values;   // [position or pair of them][width]
   alignas(64) float scores[kMaxQueries * kTile];          // then exp(score - max)
   alignas(64) float pairs[kMaxQueries * kTile / 2];       // the same as pairs
   alignas(64) float rests[kMaxQueries * kTile / 2];       // what pairs of scaled weights leave
@@ -41,6 +42,26 @@ struct TileBuffers {
   TilesOfRows tiles;
 #endif
 };
+
+// The memory of a pass whose keys and values have up to `Size` elements.
+template <int64_t Size>
+struct PassMemory {
+  alignas(64) float queries[kMaxQueries * Size];
+  alignas(64) float keys[Size * kTile];
+  alignas(64) float values[kTile * Size];
+  alignas(64) float out[kMaxQueries * Size];
+  alignas(64) float total[kMaxQueries * Size];
+
+  void lend(TileBuffers& buffers) {
+    buffers.queries = queries;
+    buffers.keys = keys;
+    buffers.values = values;
+  }
+};
+
+inline int64_t value_size(const qs_attention& call) {
+  return call.v_cache == nullptr ? call.value_size : call.head_size;
+}
 
 // How a tile is computed: products of floats or of pairs; `kScaled`: keys and values are quants.
 template <typename ProductType, bool Scaled>

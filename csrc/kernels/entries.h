@@ -7,6 +7,8 @@ namespace qs::QS_LEVEL {
 
 void pack_linear(Pool* pool, const PackArgs& args);
 void linear(Pool* pool, const LinearArgs& args);
+void head_linear(Pool* pool, const HeadLinearArgs& args);
+void latent_keys(Pool* pool, const qs_latent_keys_call& call);
 bool gated_linear(Pool* pool, const LinearArgs& args, int activation);
 void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int64_t num_tokens,
                  void* out);
@@ -26,6 +28,7 @@ void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);
+void layer_norm(Pool* pool, const LayerNormArgs& args);
 void write_kv(Pool* pool, const qs_kv_write& call);
 void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                   const qs_kv_write& call);

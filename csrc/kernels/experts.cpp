@@ -73,7 +73,7 @@ void keep_best_groups(const qs_route_call& call, double* worth) {
       second = value > first ? first : value > second ? value : second;
       first = value > first ? value : first;
     }
-    sums[g] = size == 1 ? first : first + second;
+    sums[g] = size == 1 || call.counted_per_group == 1 ? first : first + second;
   }
   for (int64_t i = 0; i < call.groups_per_token; ++i) {
     sums[place_of_largest(sums, num_groups)] = kLeftOut;
@@ -117,6 +117,7 @@ void choose(const qs_route_call& call, int64_t token, double* shares, double* wo
     const double share = call.normalise ? shares[chosen[i]] / total : shares[chosen[i]];
     const float weight = static_cast<float>(share * call.scale);
     weights[i] = call.sigmoid ? weight : rounded<T>(weight);
+    if (call.factors != nullptr) weights[i] = weights[i] * call.factors[chosen[i]];
   }
 }
 

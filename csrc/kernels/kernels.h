@@ -120,12 +120,39 @@ struct RotaryArgs {
   void* out;
 };
 
+// A linear of each head, as qs_head_linear_run has it; `packed` is of all heads.
+struct HeadLinearArgs {
+  const PackedLinear* packed;
+  const qs_head_linear_call* call;
+
+  int64_t out_head_stride() const { return call->n + 2 * call->half; }
+  int64_t out_stride() const { return call->num_heads * out_head_stride(); }
+  int64_t panels() const { return (call->n + kPanel - 1) / kPanel; }
+};
+
 struct GatedArgs {
   int dtype;
   int activation;
-  const void* gate_up;
+  const void* gate;
+  int64_t gate_stride;
+  const void* up;  // null: the activation by itself
+  int64_t up_stride;
   int64_t num_tokens, n;
   void* out;
+};
+
+struct LayerNormArgs {
+  int dtype;
+  const void* x;
+  const void* residual;  // null: plain norm
+  int64_t outer, inner, size;
+  int64_t outer_stride, inner_stride;
+  const void* weight;
+  int64_t weight_stride;  // from an inner row's to the next one's
+  const void* bias;       // or null
+  float eps, offset;
+  void* out;
+  void* sum;
 };
 
 struct ElementwiseArgs {
@@ -176,6 +203,8 @@ struct Kernels {
   const char* name;
   void (*pack_linear)(Pool* pool, const PackArgs& args);
   void (*linear)(Pool* pool, const LinearArgs& args);
+  void (*head_linear)(Pool* pool, const HeadLinearArgs& args);
+  void (*latent_keys)(Pool* pool, const qs_latent_keys_call& call);
   // The activations of a linear's outputs, which are gates and as many ups, with the bits of both
   // computed one after the other. False, and nothing is computed, where that is not faster.
   bool (*gated_linear)(Pool* pool, const LinearArgs& args, int activation);
@@ -199,6 +228,7 @@ struct Kernels {
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);
+  void (*layer_norm)(Pool* pool, const LayerNormArgs& args);
   void (*write_kv)(Pool* pool, const qs_kv_write& call);
   void (*rotary_write)(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                        const qs_kv_write& call);

@@ -76,6 +76,7 @@ void with_kv_types(const qs_kv_write& call, const Fn& fn) {
 template <typename T, typename KV>
 void write_tokens(const qs_kv_write& call, int64_t first, int64_t last) {
   write_rows<T, KV>(call, call.k, call.k_stride, call.k_cache, first, last);
+  if (call.v_cache == nullptr) return;
   write_rows<T, KV>(call, call.v, call.v_stride, call.v_cache, first, last);
 }
 

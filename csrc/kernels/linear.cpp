@@ -13,6 +13,7 @@
 
 #include "kernels/amx_linear.h"
 #include "kernels/entries.h"
+#include "kernels/head_linear.h"
 #include "kernels/linear_output.h"
 #include "kernels/linear_tile.h"
 #include "kernels/ranges.h"
@@ -32,6 +33,7 @@ struct Problem {
   int64_t x_stride;
   int64_t num_tokens;
   T* out;
+  int64_t out_stride;
   int64_t num_chunks;
   int64_t num_ranges;
   int64_t threads;
@@ -124,7 +126,8 @@ void run_item(const Problem<T>& problem, int64_t item) {
       run_tile(problem, rows, sweep, ahead, tile_sums);
       if (last) {
         emit_panels(packed, rows.size(), panels, tile_sums, panels.size() * kPanel,
-                    problem.out + rows.begin * packed.n + panels.begin * kPanel, packed.n);
+                    problem.out + rows.begin * problem.out_stride + panels.begin * kPanel,
+                    problem.out_stride);
       }
     }
   }
@@ -138,6 +141,7 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
   problem.x_stride = args.x_stride;
   problem.num_tokens = args.num_tokens;
   problem.out = static_cast<T*>(args.out);
+  problem.out_stride = args.packed->n;
   problem.num_chunks = div_up(args.num_tokens, kChunkRows);
   // A multiple of the thread count, so that equal threads end together.
   problem.threads = pool_size(pool);
@@ -146,6 +150,31 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
       min_of(args.packed->num_panels, div_up(ranges, problem.threads) * problem.threads);
   parallel_for(pool, problem.num_chunks * problem.num_ranges,
                [&](int64_t item) { run_item(problem, item); });
+}
+
+// As linear_typed, head by head: an item is of one of them.
+template <typename T>
+void head_linear_typed(Pool* pool, const HeadLinearArgs& args) {
+  const qs_head_linear_call& call = *args.call;
+  const int64_t num_chunks = div_up(call.num_tokens, kChunkRows);
+  const int64_t num_ranges = div_up(args.panels(), kItemPanels), per_head = num_chunks * num_ranges;
+  parallel_for(pool, call.num_heads * per_head, [&](int64_t item) {
+    const int64_t head = item / per_head;
+    const PackedLinear packed = weight_of_head<T>(args, head);
+    Problem<T> problem;
+    problem.packed = &packed;
+    problem.x = static_cast<const T*>(call.x) + head * call.x_head_stride;
+    problem.x_stride = call.x_stride;
+    problem.num_tokens = call.num_tokens;
+    problem.out = static_cast<T*>(call.out) + head * args.out_head_stride();
+    problem.out_stride = args.out_stride();
+    problem.num_chunks = num_chunks;
+    problem.num_ranges = num_ranges;
+    problem.threads = 1;
+    run_item(problem, item % per_head);
+    if (item % per_head >= num_chunks) return;
+    turn_rest<T>(args, head, part(call.num_tokens, item % num_chunks, num_chunks));
+  });
 }
 
 // Transposes squares of W lanes and W words, a word being 4 bytes of adjacent inputs of a
@@ -212,6 +241,14 @@ void linear(Pool* pool, const LinearArgs& args) {
     return;
   }
   with_dtype(args.packed->dtype, [&](auto type) { linear_typed<decltype(type)>(pool, args); });
+}
+
+void head_linear(Pool* pool, const HeadLinearArgs& args) {
+  if (kTilesOfBf16 && args.packed->dtype == QS_BF16) {
+    head_linear_tiles(pool, args);
+    return;
+  }
+  with_dtype(args.packed->dtype, [&](auto type) { head_linear_typed<decltype(type)>(pool, args); });
 }
 
 bool gated_linear(Pool* pool, const LinearArgs& args, int activation) {

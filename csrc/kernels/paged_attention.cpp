@@ -151,7 +151,8 @@ template <typename Form>
 void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile_begin,
               TileBuffers& buffers, SoftmaxState& state) {
   const qs_attention& call = *pass.call;
-  const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
+  const int64_t width = Form::width(value_size(call));
+  const int64_t words = Form::width(call.head_size) / Form::kPair;
   // Positions that no query sees are left out, in complete vectors.
   const int64_t seen = min_of(kTile, div_up(seen_by_any.end - tile_begin, W) * W);
   multiply_tile_keys<Form>(part, seen, words, buffers);
@@ -170,7 +171,7 @@ void run_split(const Pass& pass, const Part& part, int64_t split, TileBuffers& b
   const Span seen = pass.visible_by(part.first, part.last);
   const Span span = intersect(seen, {split * kSplit, (split + 1) * kSplit});
   if (span.empty()) return;
-  const int64_t width = Form::width(pass.call->head_size);
+  const int64_t width = Form::width(value_size(*pass.call));
   const int count = part.last - part.first;
   for (int i = part.first; i < part.last; ++i) {
     state.max[i] = -__builtin_inff();
@@ -224,25 +225,30 @@ float add_sink(float sink, int query, int64_t width, float sum, SoftmaxState& to
 template <typename T>
 void write_out(const Pass& pass, SoftmaxState& total, int64_t width) {
   const qs_attention& call = *pass.call;
+  const int64_t size = value_size(call);
   for (int i = 0; i < pass.num_queries; ++i) {
     T* out = static_cast<T*>(call.out) +
-             (pass.queries[i].token * call.num_heads + pass.queries[i].head) * call.head_size;
+             (pass.queries[i].token * call.num_heads + pass.queries[i].head) * size;
     float sum = reduce_add(load(total.sums + i * W));
     if (call.sinks != nullptr) {
       sum = add_sink(call.sinks[pass.queries[i].head], i, width, sum, total);
     }
-    for (int64_t d = 0; d < call.head_size; d += W) {
+    for (int64_t d = 0; d < size; d += W) {
       const vf value = load(total.out + i * width + d) / sum;
-      store_near_up_to(out + d, value, call.head_size - d);
+      store_near_up_to(out + d, value, size - d);
     }
   }
 }
 
-template <typename T, typename Form, typename KV>
+template <typename T, typename Form, typename KV, int64_t Size>
 void run_pass(const Pass& pass) {
-  const int64_t width = Form::width(pass.call->head_size);
+  const int64_t width = Form::width(value_size(*pass.call));
+  PassMemory<Size> memory;
   TileBuffers buffers;
   SoftmaxState state, total;
+  memory.lend(buffers);
+  state.out = memory.out;
+  total.out = memory.total;
   load_queries<T, Form>(pass, buffers.queries);
   const Span span = pass.visible_by_any();
   for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
@@ -287,10 +293,11 @@ Work count_work(const qs_attention& call) {
 }
 
 // Few passes over long contexts: one item per split, states in scratch, merged afterwards.
-template <typename T, typename Form, typename KV>
+template <typename T, typename Form, typename KV, int64_t Size>
 void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   SoftmaxState* states = static_cast<SoftmaxState*>(call.scratch);
-  const int64_t width = Form::width(call.head_size);
+  float* outs = reinterpret_cast<float*>(states + work.split_passes);
+  const int64_t width = Form::width(value_size(call));
   const auto splits_in_row = [&](int64_t row) {
     return passes_of_row(call, row) * call.num_kv_heads * splits_of_row(call, row);
   };
@@ -304,7 +311,10 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     const int64_t splits = splits_of_row(call, row);
     const int64_t kv_head = index % call.num_kv_heads, split = index / call.num_kv_heads % splits;
     const Pass pass = make_pass(call, row, index / call.num_kv_heads / splits, kv_head);
+    PassMemory<Size> memory;
     TileBuffers buffers;
+    memory.lend(buffers);
+    states[item].out = outs + item * kMaxQueries * width;
     load_queries<T, Form>(pass, buffers.queries);
     run_split<Form, KV>(pass, {row, 0, pass.num_queries}, split, buffers, states[item]);
   });
@@ -317,7 +327,9 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     const int64_t kv_head = index % call.num_kv_heads, pass_index = index / call.num_kv_heads;
     const Pass pass = make_pass(call, row, pass_index, kv_head);
     const SoftmaxState* first = states + first_state + pass_index * splits * call.num_kv_heads;
+    alignas(64) float out[kMaxQueries * Size];
     SoftmaxState total;
+    total.out = out;
     const Span span = pass.visible_by_any();
     for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
       merge(pass, split, first[split * call.num_kv_heads + kv_head], width, total);
@@ -326,7 +338,7 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   });
 }
 
-template <typename T, typename Form, typename KV>
+template <typename T, typename Form, typename KV, int64_t Size>
 void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t last_row) {
   Group groups[kRowsAtOnce];
   // a thread has two passes at least, where there are as many
@@ -342,7 +354,7 @@ void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t
       index -= group->num_passes * call.num_kv_heads;
     }
     const int64_t pass = index / call.num_kv_heads, kv_head = index % call.num_kv_heads;
-    run_pass<T, Form, KV>(make_group_pass(call, *group, pass, kv_head));
+    run_pass<T, Form, KV, Size>(make_group_pass(call, *group, pass, kv_head));
   });
 }
 
@@ -362,14 +374,14 @@ struct FormOf<bf16, int8_t> {
 };
 #endif
 
-template <typename T, typename Form, typename KV>
+template <typename T, typename Form, typename KV, int64_t Size>
 void run(Pool* pool, const qs_attention& call) {
   const Work work = count_work(call);
   if (call.scratch != nullptr) {
-    run_split_passes<T, Form, KV>(pool, call, work);
+    run_split_passes<T, Form, KV, Size>(pool, call, work);
   } else {
     for (int64_t first = 0; first < call.num_rows; first += kRowsAtOnce) {
-      run_passes<T, Form, KV>(pool, call, first, min_of(call.num_rows, first + kRowsAtOnce));
+      run_passes<T, Form, KV, Size>(pool, call, first, min_of(call.num_rows, first + kRowsAtOnce));
     }
   }
 }
@@ -380,7 +392,9 @@ int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
   const Work work = count_work(call);
   const bool worthwhile = num_threads > 1 && work.passes < 2 * num_threads &&
                           work.split_passes > work.passes;
-  return worthwhile ? work.split_passes * static_cast<int64_t>(sizeof(SoftmaxState)) : 0;
+  const int64_t width = div_up(value_size(call), 2 * W) * 2 * W;  // of any form
+  const int64_t state_bytes = sizeof(SoftmaxState) + kMaxQueries * width * sizeof(float);
+  return worthwhile ? work.split_passes * state_bytes : 0;
 }
 
 void paged_attention(Pool* pool, const qs_attention& call) {
@@ -388,7 +402,12 @@ void paged_attention(Pool* pool, const qs_attention& call) {
     with_kv_dtype(call.kv_dtype, [&](auto kv_type) {
       using T = decltype(type);
       using KV = decltype(kv_type);
-      run<T, typename FormOf<T, KV>::Type, KV>(pool, call);
+      using Form = typename FormOf<T, KV>::Type;
+      if (call.head_size > kUsualHeadSize) {
+        run<T, Form, KV, kMaxHeadSize>(pool, call);
+      } else {
+        run<T, Form, KV, kUsualHeadSize>(pool, call);
+      }
     });
   });
 }

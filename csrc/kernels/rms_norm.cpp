@@ -1,31 +1,13 @@
 // RMS norm of rows, optionally of x + residual, which is rounded first and written out too.
-//
-// One accumulator vector per row, in order; a row is the work of one thread.
+// A row is the work of one thread.
 
 #include "kernels/entries.h"
-#include "kernels/vecmath.h"
+#include "kernels/norm_row.h"
 
 namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kItemElements = 1 << 14;
-
-template <typename T>
-void norm_row(const NormArgs& args, const T* x, T* out) {
-  const T* weight = static_cast<const T*>(args.weight);
-  vf squares = {};
-  for (int64_t i = 0; i < args.size; i += W) {
-    const vf v = load_up_to(x + i, args.size - i);
-    squares = fma(v, v, squares);
-  }
-  const float mean = reduce_add(squares) / static_cast<float>(args.size);
-  const vf scale = set1(1.0f / __builtin_sqrtf(mean + args.eps));
-  for (int64_t i = 0; i < args.size; i += W) {
-    const int64_t n = args.size - i;
-    const vf v = load_up_to(x + i, n) * scale;
-    store_near_up_to(out + i, v * (load_up_to(weight + i, n) + args.offset), n);
-  }
-}
 
 template <typename T>
 void add_row(const T* x, const T* residual, int64_t size, T* sum) {
@@ -46,7 +28,8 @@ void norm_rows(const NormArgs& args, int64_t first, int64_t last) {
       add_row(in, static_cast<const T*>(args.residual) + row * args.size, args.size, sum);
       in = sum;
     }
-    norm_row(args, in, out + row * args.size);
+    norm_row(in, args.size, static_cast<const T*>(args.weight), args.eps, args.offset,
+             out + row * args.size);
   }
 }
 

@@ -29,6 +29,16 @@ QS_INLINE void turn_pairs(const T* x, const float* cos, const float* sin, int64_
 }
 
 template <typename T>
+QS_INLINE void turn(const T* x, const float* cos, const float* sin, int64_t half, bool interleaved,
+                    T* out) {
+  if (interleaved) {
+    turn_pairs(x, cos, sin, half, out);
+  } else {
+    turn_halves(x, cos, sin, half, out);
+  }
+}
+
+template <typename T>
 void turn_token(const RotaryArgs& args, int64_t token) {
   const int64_t size = args.head_size, turned = 2 * args.half;
   const T* x = static_cast<const T*>(args.x) + token * args.token_stride;
@@ -36,11 +46,7 @@ void turn_token(const RotaryArgs& args, int64_t token) {
   const float* cos = args.cos + token * args.half;
   const float* sin = args.sin + token * args.half;
   for (int64_t head = 0; head < args.num_heads; ++head, x += size, out += size) {
-    if (args.interleaved) {
-      turn_pairs(x, cos, sin, args.half, out);
-    } else {
-      turn_halves(x, cos, sin, args.half, out);
-    }
+    turn(x, cos, sin, args.half, args.interleaved, out);
     memcpy(out + turned, x + turned, (size - turned) * sizeof(T));
   }
 }

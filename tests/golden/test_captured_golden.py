@@ -143,8 +143,8 @@ def assert_same_steps(
             found = steps.run(last, every_token)
             assert_same_bits(found, (hidden if every_token else of_emitting, logits))
     for kv in caches[1:]:
-        expected = caches[0].keys + caches[0].values + caches[0].states
-        assert_same_bits(kv.keys + kv.values + kv.states, expected)
+        expected = caches[0].tensors + caches[0].states
+        assert_same_bits(kv.tensors + kv.states, expected)
     assert all(keys.any() for keys in caches[0].keys)
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from golden_cases import CASES, VOCAB, Case, randomise
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from safetensors.torch import load_file, save_file
 
 from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.spec import parse_spec, read_spec
@@ -23,8 +24,12 @@ def test_parameter_count_equals_transformers(case: Case, tmp_path: Path) -> None
     config.architectures = [f"{case.family.removesuffix('Text')}ForCausalLM"]
     model = transformers.AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
-    biases = [one for name, one in model.named_buffers() if name.endswith("_correction_bias")]
-    expected = model.num_parameters() + sum(bias.numel() for bias in biases)
+    stored = ("_correction_bias", "layer_scalar")
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(stored)]
+    expected = model.num_parameters() + sum(buffer.numel() for buffer in buffers)
+    # an indexer is not read
+    indexers = [one for name, one in model.named_parameters() if ".indexer." in name]
+    expected -= sum(one.numel() for one in indexers)
     assert num_parameters(read_spec(tmp_path)) == expected
 
 
@@ -62,8 +67,12 @@ def old_form(config: dict[str, object]) -> dict[str, object]:
     return config
 
 
+# of these, positions by kind of layer have no older form
+BY_KIND = ("gemma3", "gemma4", "gemma4-mixture", "olmo3")
+
+
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name != "gemma3"], ids=lambda case: case.name
+    "case", [case for case in CASES if case.name not in BY_KIND], ids=lambda case: case.name
 )
 def test_old_config_form_reads_the_same(case: Case, tmp_path: Path) -> None:
     config = case.config()
@@ -92,3 +101,22 @@ def test_gemma3_inside_a_multimodal_checkpoint_equals_transformers(tmp_path: Pat
     reference.save_pretrained(tmp_path)
     prompts = random_prompts(PROMPT_LENS, VOCAB)
     assert_same_as_transformers(load(tmp_path), reference, prompts)
+
+
+def test_deepseek_inside_a_kimi_checkpoint_equals_transformers(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "deepseek-v3")
+    reference = case.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    moved = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    moved["vision_tower.patch_embed.proj.weight"] = torch.zeros(4, 3)
+    moved["mm_projector.pre_norm.weight"] = torch.zeros(4)
+    save_file(moved, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text | {"model_type": "kimi_k2"},
+        "vision_config": {"hidden_size": 16},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert_same_as_transformers(load(tmp_path), reference, random_prompts(PROMPT_LENS, VOCAB))

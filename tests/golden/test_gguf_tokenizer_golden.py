@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Library
 
 from quickstep.errors import ConfigError
 from quickstep.text.chat_template import find_templates
+from quickstep.text.gguf_splits import SPLITS
 from quickstep.text.gguf_tokenizer import read_gguf_tokenizer
 from quickstep.text.tokenizer import DecoderKind, Tokenizer
 
@@ -172,10 +173,46 @@ def test_gpt_4o_splits_as_the_tokenizer_of_gpt_oss_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pre", [None, "default", "gpt-2", "smollm", "tekken", "qwen2", "gpt-4o", "falcon3", "dbrx"]
 )
-def test_every_split_gives_the_text_back(pre: str | None, tmp_path: Path) -> None:
+def test_text_comes_back_from_tokens(pre: str | None, tmp_path: Path) -> None:
     found = Tokenizer.open(byte_level(tmp_path / "m.gguf", pre))
     for text in TEXTS:
         assert found.decode(found.encode(text, False), False) == text or pre == "qwen2"
+
+
+def _split(pre: str, text: str) -> list[str]:
+    steps = [pre_tokenizers.Split(Regex(e), "isolated") for e in SPLITS[pre].expressions]
+    return [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_every_split_keeps_all_of_the_text(pre: str) -> None:
+    for text in TEXTS:
+        assert "".join(_split(pre, text)) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("glm4", "It'S 1234", "It|'S| |123|4"),
+        ("olmo", "It'S 1234", "It|'|S| 1234"),
+        ("deepseek-v3", "a漢かb(foo 1234", "a|漢か|b|(foo| |123|4"),
+        ("deepseek-coder", "ab .c\n12", "ab| .|c|\n|1|2"),
+        ("qwen35", "e\u0301a 12", "e\u0301a| |1|2"),
+        ("kimi-k2", "a漢字bC", "a|漢字|b|C"),
+        ("tiny_aya", "x 1234567", "x| |1|234|567"),
+        ("bailingmoe", "It'S 12", "It|'S| |1|2"),
+        ("seed-coder", "a +\nb", "a| +|\n|b"),
+        ("exaone-moe", "한국 어 12", "한국 어| |1|2"),
+        ("minicpm5", "ab1234", "ab|123|4"),
+        ("falcon", "a`b12345", "a|`|b|123|45"),
+        ("bloom", "It's it, so", "It's| it|,| so"),
+        ("youtu", "한글abC1", "한글|ab|C|1"),
+        ("minimax-m2", "camelCase's 1234", "camel|Case's| |123|4"),
+        ("lfm2", "It's 1234", "It|'s| |123|4"),
+    ],
+)
+def test_splits_are_those_of_their_models(pre: str, text: str, pieces: str) -> None:
+    assert _split(pre, text) == pieces.split("|")
 
 
 def test_special_tokens_ends_and_template_are_read(tmp_path: Path) -> None:

@@ -71,10 +71,19 @@ def targets_of(case: Case) -> list[str]:
         return ["q_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
     if case.family == "Qwen3_5Text":
         return [*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    if case.family in LATENT:
+        return LATENT[case.family]
     return ATTENTION if case.family in SPARSE else DENSE
 
 
 SPARSE = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss", "Olmoe", "Glm4Moe")
+LATENT = {
+    "DeepseekV2": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+    **{
+        family: ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+        for family in ("DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "Youtu")
+    },
+}
 ONE_PER_FAMILY = list({case.family: case for case in reversed(CASES)}.values())[::-1]
 
 

@@ -18,7 +18,7 @@ from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, plan_memory
 from quickstep.ops.native.experts import PackedExperts
-from quickstep.ops.weights import LinearWeight
+from quickstep.ops.weights import HeadWeight, LinearWeight
 from quickstep.plan.formulas import Split, rank_spec
 from quickstep.runtime.cache.kv_cache import allocate_kv
 
@@ -33,7 +33,7 @@ def held_bytes(value: object, seen: set[int]) -> int:
     seen.add(id(value))
     if isinstance(value, tuple):
         return sum(held_bytes(part, seen) for part in value)
-    if isinstance(value, LinearWeight) or not hasattr(value, "__struct_fields__"):
+    if isinstance(value, LinearWeight | HeadWeight) or not hasattr(value, "__struct_fields__"):
         return value.nbytes
     return sum(held_bytes(getattr(value, name), seen) for name in value.__struct_fields__)
 
@@ -43,8 +43,12 @@ def kernel_bytes(spec: ModelSpec) -> int:
     added = 0
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
-        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias"))]
-        added += sum(2 * tensors[name][0] for name in wide)
+        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias", "_scale"))]
+        added += sum(2 * tensors[name][-1] for name in wide)
+        if spec.layer_scalars:
+            added -= 2
+        if spec.value_norm and layer.kv_from is None:
+            added += 2 * spec.of_layer(index).head_size  # ones
         small = [
             name
             for name in tensors
@@ -54,6 +58,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)
+            added += (PANEL - 1) * 2 * spec.hidden_size * spec.moe.shared_gate
     return added
 
 

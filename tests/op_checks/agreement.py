@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -174,6 +175,44 @@ def _add_rms_norm(
     return [*_rms_norm(x + residual, weight, eps, offset), *_exactly(x + residual)]
 
 
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> list[tuple[Tensor, Tensor]]:
+    distance = x - x.mean(-1, keepdim=True)
+    scale = (distance.square().mean(-1, keepdim=True) + eps).sqrt()
+    value, size = distance / scale * (weight + offset), x.abs().amax(-1, keepdim=True) / scale
+    size = size * (weight + offset).abs()
+    if bias is not None:
+        value, size = value + bias, size + bias.abs()
+    return [(value, 8 * _FP32_ROUNDOFF * size)]
+
+
+def _add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+) -> list[tuple[Tensor, Tensor]]:
+    return [*_layer_norm(x + residual, weight, bias, eps, offset), *_exactly(x + residual)]
+
+
+def _activation(x: Tensor, *others: Any) -> list[tuple[Tensor, Tensor]]:
+    *factor, kind = others
+    functional = torch.nn.functional
+    if kind.startswith("relu"):
+        value = functional.relu(x) ** (2 if kind == "relu2" else 1)
+    elif kind == "silu":
+        value = functional.silu(x)
+    else:
+        value = functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    size = x.abs().clamp(min=1.0) * x.abs()
+    for other in factor:
+        value, size = value * other, size * other.abs()
+    return [(value, 8 * _FP32_ROUNDOFF * size)]
+
+
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[tuple[Tensor, Tensor]]:
     value = x.clone()
     half = cos.shape[-1]
@@ -196,6 +235,41 @@ def _rotary_write_kv(
 ) -> list[tuple[Tensor, Tensor]]:
     rotated = [_rotary(one, cos, sin, interleaved)[0] for one in (q, k)]
     return [*rotated, *_exactly(v)]
+
+
+def _latent_keys(
+    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, interleaved: bool
+) -> list[tuple[Tensor, Tensor]]:
+    (size,) = weight.shape
+    parts = [
+        *_rms_norm(x[:, :size].unsqueeze(1), weight, eps, 0.0),
+        *_rotary(x[:, size:].unsqueeze(1), cos, sin, interleaved),
+    ]
+    return [_side_by_side(parts)]
+
+
+def _latent_queries(
+    q: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, interleaved: bool
+) -> list[tuple[Tensor, Tensor]]:
+    inputs = weight.shape[2]
+    turned = _rotary(q[..., inputs:], cos, sin, interleaved)
+    return [_side_by_side([*_latent_values(q[..., :inputs], weight), *turned])]
+
+
+def _latent_values(x: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    value = torch.einsum("thc,hnc->thn", x, weight)
+    size = torch.einsum("thc,hnc->thn", x.abs(), weight.abs())
+    return [(value, 4 * _FP32_ROUNDOFF * size)]
+
+
+def _latent_write(k: Tensor, slots: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _write_kv(k, k, slots, cache, cache)[:1]
+
+
+def _side_by_side(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    values = [value for value, _ in parts]
+    slacks = [slack.expand_as(value) for value, slack in parts]
+    return torch.cat(values, -1), torch.cat(slacks, -1)
 
 
 def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]:
@@ -251,8 +325,9 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
             read_heads(cache[table].flatten(0, 1)[: start + count]).repeat_interleave(
                 per_kv_head, 1
             )
-            for cache in (case.k_cache, case.v_cache)
+            for cache in (case.k_cache, case.k_cache if case.v_cache is None else case.v_cache)
         )
+        v = v[..., : case.params.value_size]
         scores = torch.einsum("qhd,khd->hqk", queries, k) * case.params.scale
         size = torch.einsum("qhd,khd->hqk", queries.abs(), k.abs()) * abs(case.params.scale)
         if case.params.softcap is not None:
@@ -327,7 +402,10 @@ def _experts(
 
 
 def _route(
-    scores: Tensor, rule: RoutingRule, selection_bias: Tensor | None
+    scores: Tensor,
+    rule: RoutingRule,
+    selection_bias: Tensor | None,
+    factors: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Token by token; of equal experts the lower ones."""
     per_token, num_experts = rule.per_token, scores.shape[1]
@@ -350,7 +428,11 @@ def _route(
         total = shares[best].sum() if rule.normalise else 1.0
         value[token, best] = shares[best] / total * rule.scale
     # both roundings, of which the second may be that of 16 bits
-    return [(value, torch.zeros(())), (chosen, torch.zeros(()))]
+    slack = torch.zeros(())
+    if factors is not None:
+        value = value * factors.to(value)
+        slack = 2 * (_FP32_ROUNDOFF + torch.finfo(value.dtype).eps) * value.abs()
+    return [(value, slack), (chosen, torch.zeros(()))]
 
 
 def _experts_lora(
@@ -433,9 +515,16 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "write_kv": _write_kv,
         "rotary_write_kv": _rotary_write_kv,
         "gated_activation": _gated_activation,
+        "layer_norm": _layer_norm,
+        "add_layer_norm": _add_layer_norm,
+        "activation": _activation,
         "gated_linear": _gated_linear,
         "add": _add,
         "scale": _scale,
         "logits": _logits,
+        "latent_keys": _latent_keys,
+        "latent_queries": _latent_queries,
+        "latent_values": _latent_values,
+        "latent_write": _latent_write,
     }
 )

@@ -14,7 +14,14 @@ from op_checks.case_inputs import CaseInputs, label
 from quickstep.ops.table import AttentionParams, PagedLayout
 from quickstep.ops.tensors import store_heads
 
-__all__ = ["DTYPES", "AttentionCase", "attention_cases", "make_layout", "stored_heads"]
+__all__ = [
+    "DTYPES",
+    "AttentionCase",
+    "attention_cases",
+    "latent_attention_cases",
+    "make_layout",
+    "stored_heads",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,7 +38,7 @@ class AttentionCase(msgspec.Struct, frozen=True):
     name: str
     q: Tensor
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Tensor | None
     rows: Rows
     block_tables: Tensor
     params: AttentionParams
@@ -48,7 +55,7 @@ class AttentionCase(msgspec.Struct, frozen=True):
     @property
     def arguments(
         self,
-    ) -> tuple[Tensor, Tensor, Tensor, PagedLayout, AttentionParams, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, PagedLayout, AttentionParams, Tensor | None]:
         """What the op is called with."""
         return (self.q, self.k_cache, self.v_cache, self.layout, self.params, self.sinks)
 
@@ -103,6 +110,37 @@ def attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
             yield from _attention_over(dtype, kv_dtype, _OTHER_KV)
 
 
+# name, rows, (H, D, elements of a value), block size
+_LATENTS: tuple[tuple[str, Rows, tuple[int, int, int], int], ...] = (
+    ("released-sizes", ((70, 1), (0, 5), (600, 2)), (16, 576, 512), 16),
+    ("many-heads", ((530, 1), (30, 2)), (70, 300, 256), 16),
+    ("mixed", _MIXED, (4, 64, 48), 16),
+    ("odd-sizes", _MIXED, (3, 54, 37), 8),
+)
+
+
+def latent_attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
+    """Values that are the beginning of keys, for activations of a dtype."""
+    for kv_dtype in dict.fromkeys((dtype, torch.int8, *DTYPES)):
+        for title, rows, (num_heads, size, value_size), block_size in _LATENTS:
+            if kv_dtype != dtype and title == "many-heads":
+                continue
+            name = label("latent_attention", dtype, title, kv_dtype)
+            source = CaseInputs(name, dtype)
+            shape, tables = _placed(source, rows, block_size)
+            yield AttentionCase(
+                name=name,
+                q=source.normal(sum(count for _, count in rows), num_heads, size),
+                k_cache=stored_heads(source.normal(*shape, 1, size), kv_dtype),
+                v_cache=None,
+                rows=rows,
+                block_tables=tables,
+                params=AttentionParams(size**-0.5, value_size=value_size),
+                sinks=None,
+                op="latent_attention",
+            )
+
+
 def _attention_over(
     dtype: torch.dtype, kv_dtype: torch.dtype, titles: frozenset[str] | None
 ) -> Iterator[AttentionCase]:
@@ -115,12 +153,7 @@ def _attention_over(
         held = () if kv_dtype == dtype else (kv_dtype,)
         name = label("paged_attention", dtype, title, *held)
         source = CaseInputs(name, dtype)
-        lengths = [-(-(start + count) // block_size) for start, count in rows]
-        num_blocks = sum(lengths) + 2
-        order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
-        tables = torch.zeros(len(rows), max(lengths), dtype=torch.int32)
-        for row, blocks in enumerate(torch.split(order[: sum(lengths)], lengths)):
-            tables[row, : len(blocks)] = blocks
+        (num_blocks, _), tables = _placed(source, rows, block_size)
         num_heads, num_kv_heads, size = heads
         shape = (num_blocks, block_size, num_kv_heads, size)
         yield AttentionCase(
@@ -133,6 +166,17 @@ def _attention_over(
             params=AttentionParams(size**-0.5, window, softcap),
             sinks=_sinks(source, num_heads) if title.startswith("sinks") else None,
         )
+
+
+def _placed(source: CaseInputs, rows: Rows, block_size: int) -> tuple[tuple[int, int], Tensor]:
+    """[B, S] of a cache for these rows, and their block tables."""
+    lengths = [-(-(start + count) // block_size) for start, count in rows]
+    num_blocks = sum(lengths) + 2
+    order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
+    tables = torch.zeros(len(rows), max(lengths), dtype=torch.int32)
+    for row, blocks in enumerate(torch.split(order[: sum(lengths)], lengths)):
+        tables[row, : len(blocks)] = blocks
+    return (num_blocks, block_size), tables
 
 
 def _sinks(source: CaseInputs, num_heads: int) -> Tensor:

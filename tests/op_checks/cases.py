@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +18,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
+from op_checks.attention_cases import (
+    DTYPES,
+    AttentionCase,
+    attention_cases,
+    latent_attention_cases,
+    stored_heads,
+)
 from op_checks.case_inputs import CaseInputs, label
 from op_checks.experts_cases import experts_inputs, experts_lora_inputs
+from op_checks.latent_cases import keys_inputs, queries_inputs, values_inputs, write_inputs
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
+from quickstep.ops.reference.elementary import activation, add_layer_norm, layer_norm
 from quickstep.ops.reference.experts import experts as reference_experts
 from quickstep.ops.reference.experts import route as reference_route
 from quickstep.ops.table import (
@@ -36,7 +44,7 @@ from quickstep.ops.table import (
 )
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
-__all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
+__all__ = ["DTYPES", "LATENT_OPS", "OPS", "AttentionCase", "Case", "bind", "cases"]
 
 KV_DTYPES = (*DTYPES, torch.int8, torch.float8_e4m3fn)
 
@@ -85,6 +93,8 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return partial(_rotate_and_write, ops, fixed)
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
+    if case.op.startswith("latent_"):
+        return _bind_latent(ops, case.op, case.fixed)
     if case.op == "logits":
         weight, divisor, softcap = fixed
         head = _pack(ops, weight, None)  # type: ignore[arg-type]
@@ -95,6 +105,9 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         "add_rms_norm": ops.add_rms_norm,
         "rotary": ops.rotary,
         "gated_activation": ops.gated_activation,
+        "layer_norm": ops.layer_norm or layer_norm,
+        "add_layer_norm": ops.add_layer_norm or add_layer_norm,
+        "activation": partial(_activation, ops),
         # what a captured step does beside the ops; torch's are their definition
         "add": torch.add if ops.steps is None else ops.steps.add,
         "scale": torch.mul if ops.steps is None else ops.steps.scale,
@@ -108,6 +121,21 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     return call
 
 
+def _bind_latent(ops: OpTable, op: str, fixed: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
+    latent = ops.latent
+    assert latent is not None
+    if op == "latent_keys":
+        weight, eps, interleaved = fixed
+        return lambda x, cos, sin: (latent.keys(x, weight, eps, cos, sin, interleaved),)
+    if op == "latent_queries":
+        packed, interleaved = latent.pack_heads(fixed[0]), fixed[1]
+        return lambda q, cos, sin: (latent.queries(q, packed, cos, sin, interleaved),)
+    if op == "latent_values":
+        packed = latent.pack_heads(fixed[0])
+        return lambda x: (latent.values(x, packed),)
+    return lambda k, slots: _write_and_read(ops, (k, None), slots, (*fixed, None))
+
+
 def _pack(ops: OpTable, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> LinearWeight:
     if isinstance(weight, QuantizedWeight):
         return ops.pack_quantized(weight, bias)
@@ -118,6 +146,12 @@ def _gated_linear(ops: OpTable, x: Tensor, weight: LinearWeight, kind: str) -> T
     if ops.gated_linear is not None:
         return ops.gated_linear(x, weight, kind)
     return ops.gated_activation(ops.linear(x, weight), kind)
+
+
+def _activation(ops: OpTable, *arguments: Any) -> Tensor:
+    """Of x, or of x and a factor, and a kind."""
+    x, *factor, kind = arguments
+    return (ops.activation or activation)(x, factor[0] if factor else None, kind)
 
 
 def _add_lora(
@@ -163,13 +197,14 @@ def _route(ops: OpTable, fixed: tuple[Any, ...], scores: Tensor) -> tuple[Tensor
 
 
 def _write_and_read(
-    ops: OpTable, kv: tuple[Tensor, Tensor], slots: Tensor, caches: Sequence[object]
+    ops: OpTable, kv: tuple[Tensor, Tensor | None], slots: Tensor, caches: Sequence[object]
 ) -> tuple[Tensor, ...]:
     """Write into copies of the caches, check that other slots are untouched, read the written."""
     written = []
     before = [cache for cache in caches if isinstance(cache, Tensor)]
     after = [cache.clone() for cache in before]
-    ops.write_kv(kv[0], kv[1], after[0], after[1], slots)
+    values = None if kv[1] is None else after[1]
+    ops.write_kv(kv[0], kv[1], after[0], values, slots)
     for old, new in zip(before, after, strict=True):
         written.append(new.flatten(0, 1)[slots])
         restored = new.clone()
@@ -196,7 +231,7 @@ def cases(
     """All cases of the named ops (None: of all), in each dtype; always the same values."""
     for name in OPS if ops is None else ops:
         for dtype in dtypes:
-            yield from OPS[name](dtype)
+            yield from (OPS | LATENT_OPS)[name](dtype)
 
 
 def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -401,6 +436,8 @@ def _route_cases(dtype: torch.dtype) -> Iterator[Case]:
         bias = inputs.normal(num_experts, scale=0.3).float()
         scores = inputs.normal(23, num_experts, scale=2.0)
         yield Case("route", name, (scores,), (rule, bias))
+        factors = bias + 1.5
+        yield Case("route", f"{name} factors", (scores,), (rule, None, factors))
         scores = inputs.integers(-1, 2, 9, num_experts).to(dtype)  # ties
         yield Case("route", f"{name} ties", (scores,), (rule, None))
 
@@ -422,6 +459,39 @@ def _add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
         source = CaseInputs(name, dtype)
         tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
         yield Case("add_rms_norm", name, tokens, (source.normal(shape[-1]), 1e-5, offset))
+
+
+def _layer_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for (shape, offset), has_bias in zip(_NORM_SHAPES, cycle((True, False)), strict=False):
+        name = label("layer_norm", dtype, *shape, "bias" * has_bias)
+        source = CaseInputs(name, dtype)
+        bias = source.normal(shape[-1]) if has_bias else None
+        fixed = (source.normal(*shape[1:]), bias, 1e-5, offset)
+        yield Case("layer_norm", name, (source.normal(*shape, scale=3.0) + 1.0,), fixed)
+
+
+def _add_layer_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for shape, offset in _NORM_SHAPES[:-1]:
+        name = label("add_layer_norm", dtype, *shape)
+        source = CaseInputs(name, dtype)
+        tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
+        weights = (source.normal(shape[-1]), source.normal(shape[-1]))
+        yield Case("add_layer_norm", name, tokens, (*weights, 1e-5, offset))
+
+
+def _activation_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        for num_tokens, width in ((1, 7), (19, 77), (0, 32)):
+            name = label("activation", dtype, kind, num_tokens, width)
+            source = CaseInputs(name, dtype)
+            x, wide = (
+                source.normal(num_tokens, width, scale=3.0),
+                source.normal(num_tokens, 3 * width),
+            )
+            yield Case("activation", name, (x,), (kind,))
+            if kind != "relu2":
+                factor = wide[:, width : 2 * width]
+                yield Case("activation", f"{name} factor", (x, factor), (kind,))
 
 
 def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -524,6 +594,26 @@ def _logits_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("logits", name, (source.normal(num_rows, width),), (weight, divisor, softcap))
 
 
+def _latent_keys_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in keys_inputs(dtype):
+        yield Case("latent_keys", *inputs)
+
+
+def _latent_queries_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in queries_inputs(dtype):
+        yield Case("latent_queries", *inputs)
+
+
+def _latent_values_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in values_inputs(dtype):
+        yield Case("latent_values", *inputs)
+
+
+def _latent_write_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in write_inputs(dtype, KV_DTYPES):
+        yield Case("latent_write", *inputs)
+
+
 OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
     {
         "linear": _linear_cases,
@@ -541,10 +631,26 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "write_kv": _write_kv_cases,
         "rotary_write_kv": _rotary_write_kv_cases,
         "gated_activation": _gated_activation_cases,
+        "layer_norm": _layer_norm_cases,
+        "add_layer_norm": _add_layer_norm_cases,
+        "activation": _activation_cases,
         "gated_linear": _gated_linear_cases,
         "add": _add_cases,
         "scale": _scale_cases,
         "logits": _logits_cases,
         "paged_attention": attention_cases,
     }
+)
+
+# Of `OpTable.latent`, and what the other ops do where values are in the keys: not on a GPU.
+LATENT_OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = (
+    MappingProxyType(
+        {
+            "latent_keys": _latent_keys_cases,
+            "latent_queries": _latent_queries_cases,
+            "latent_values": _latent_values_cases,
+            "latent_write": _latent_write_cases,
+            "latent_attention": latent_attention_cases,
+        }
+    )
 )

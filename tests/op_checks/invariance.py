@@ -206,12 +206,23 @@ def _renumbered(case: AttentionCase) -> AttentionCase:
     num_blocks = case.k_cache.shape[0]
     order = torch.randperm(num_blocks + 7, generator=torch.Generator().manual_seed(1))[:num_blocks]
     caches = []
-    for cache in (case.k_cache, case.v_cache):
+    for cache in _caches(case):
         moved = cache.new_full((num_blocks + 7, *cache.shape[1:]), 3.0)
         moved[order] = cache
         caches.append(moved)
     tables = order.to(torch.int32)[case.block_tables.long()]
-    return replace(case, k_cache=caches[0], v_cache=caches[1], block_tables=tables)
+    return replace(_with_caches(case, caches), block_tables=tables)
+
+
+def _caches(case: AttentionCase) -> list[Tensor]:
+    """The caches that there are."""
+    return [case.k_cache] if case.v_cache is None else [case.k_cache, case.v_cache]
+
+
+def _with_caches(case: AttentionCase, caches: Sequence[Tensor]) -> AttentionCase:
+    """The case with others in their places."""
+    values = caches[1] if len(caches) > 1 else None
+    return replace(case, k_cache=caches[0], v_cache=values)
 
 
 def _stale(case: AttentionCase) -> AttentionCase:
@@ -222,11 +233,8 @@ def _stale(case: AttentionCase) -> AttentionCase:
         keys = torch.arange(start + count)
         reached[table[keys // block_size] * block_size + keys % block_size] = True
     shape = (*case.k_cache.shape[:2], 1, 1)
-    k, v = (
-        torch.where(reached.view(shape), cache, _nan_like(cache))
-        for cache in (case.k_cache, case.v_cache)
-    )
-    return replace(case, k_cache=k, v_cache=v)
+    caches = [torch.where(reached.view(shape), cache, _nan_like(cache)) for cache in _caches(case)]
+    return _with_caches(case, caches)
 
 
 def _last_tokens(case: AttentionCase) -> tuple[Tensor, Tensor]:
@@ -241,10 +249,10 @@ def _last_tokens(case: AttentionCase) -> tuple[Tensor, Tensor]:
 
 def _with_nan_at(case: AttentionCase, slots: Tensor) -> AttentionCase:
     """The case with NaN in some slots of its caches."""
-    caches = [cache.clone() for cache in (case.k_cache, case.v_cache)]
+    caches = [cache.clone() for cache in _caches(case)]
     for cache in caches:
         cache.view(-1, *cache.shape[2:])[slots] = _nan_like(cache[:1, :1]).view(1, *cache.shape[2:])
-    return replace(case, k_cache=caches[0], v_cache=caches[1])
+    return _with_caches(case, caches)
 
 
 def with_tails(case: AttentionCase) -> AttentionCase:
@@ -267,13 +275,13 @@ def with_tails(case: AttentionCase) -> AttentionCase:
         taken.append(table[keys // block_size] * block_size + keys % block_size)
     old, new = torch.cat(taken), torch.tensor([slot for tail in tails for slot in tail])
     caches = []
-    for cache in (case.k_cache, case.v_cache):
+    for cache in _caches(case):
         grown = torch.cat((cache, cache.new_zeros(num_new_blocks, *cache.shape[1:])))
         slots = grown.view(-1, *cache.shape[2:])
         slots[new] = slots[old]
         slots[old] = _nan_like(cache[:1, :1]).view(1, *cache.shape[2:])
         caches.append(grown)
-    return replace(case, k_cache=caches[0], v_cache=caches[1], tails=tuple(tails))
+    return replace(_with_caches(case, caches), tails=tuple(tails))
 
 
 def _nan_like(cache: Tensor) -> Tensor:

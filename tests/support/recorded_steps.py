@@ -73,7 +73,7 @@ def kv_with_history(model: Decoder, kv_dtype: str = "auto") -> KVCache:
     shape = model.kv_layout.stored_as(kv_dtype)
     kv = allocate_kv(shape, NUM_BLOCKS + 1, BLOCK_SIZE, model.device)
     generator = torch.Generator(model.device.type).manual_seed(5)
-    for cache in (*kv.keys, *kv.values):
+    for cache in kv.tensors:
         tensor = to_torch(cache)
         if tensor.dtype == torch.int8:
             tensor.random_(-5, 5, generator=generator)
@@ -128,7 +128,7 @@ class BothSteps:
             results.append((to_torch(hidden).clone(), to_torch(logits).clone()))
         for mine, theirs in zip(*results, strict=True):
             assert same_bits(mine, theirs)
-        mine, theirs = ((*kv.keys, *kv.values) for kv in self.caches)
+        mine, theirs = (kv.tensors for kv in self.caches)
         for one, other in zip(mine, theirs, strict=True):
             assert same_bits(to_torch(one)[:NUM_BLOCKS], to_torch(other)[:NUM_BLOCKS])
 

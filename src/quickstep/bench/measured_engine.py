@@ -40,7 +40,12 @@ from quickstep.model.checkpoint.placement import choose_device, choose_dtype
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.decoder_weights import AttentionWeights, LayerWeights, MLPWeights
+from quickstep.model.decoder_weights import (
+    AttentionWeights,
+    LatentWeights,
+    LayerWeights,
+    MLPWeights,
+)
 from quickstep.model.interface import ForwardBatch, KVLayout, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
@@ -321,8 +326,8 @@ def _assemble(
 
 def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
     mixer = layer.mixer
-    if isinstance(mixer, AttentionWeights):
-        attention = mixer.qkv.nbytes + mixer.o_proj.nbytes
+    if isinstance(mixer, AttentionWeights | LatentWeights):
+        attention = mixer.nbytes
     else:
         attention = mixer.in_proj.nbytes + mixer.out_proj.nbytes
     mlp = layer.mlp

@@ -159,7 +159,8 @@ def figures(
     measured: MeasuredEngine, options: StepOptions, samples: Sequence[StepSample]
 ) -> dict[str, list[float]]:
     """The figures to print; each has a value per repeat."""
-    head_bytes = kv_head_bytes(measured.spec.head_size, measured.dtype.itemsize, measured.kv_dtype)
+    head_size = measured.spec.kv_size.head_size
+    head_bytes = kv_head_bytes(head_size, measured.dtype.itemsize, measured.kv_dtype)
     kv_bytes = decode_kv_bytes(measured.spec, head_bytes, options.context, options.batch)
     num_bytes = measured.weight_bytes_read(options.batch) + kv_bytes
     num_flops = prefill_flops(measured.spec, options.prefill)

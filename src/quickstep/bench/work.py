@@ -18,7 +18,7 @@ def decode_kv_bytes(spec: ModelSpec, head_bytes: int, context: int, batch: int) 
 
     `head_bytes` is the size of one token's key in one KV head (`model.sizing.kv_head_bytes`).
     """
-    per_token = 2 * spec.num_kv_heads * head_bytes
+    per_token = spec.kv_size.num_tensors * spec.num_kv_heads * head_bytes
     lengths = [_window_len(layer, context) for layer in _attention_layers(spec)]
     states = 4 * sum(size.num_elements(0) for size in spec.state_sizes)
     return batch * (per_token * sum(lengths) + 2 * states)
@@ -34,7 +34,7 @@ def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
     """
     weights = sum(_active_parameters(spec, index) for index in range(spec.num_layers))
     pairs = sum(_pairs(layer, num_tokens) for layer in _attention_layers(spec))
-    attention = 4 * spec.num_heads * spec.head_size * pairs
+    attention = 2 * spec.num_heads * spec.pair_size * pairs
     head = 2 * spec.vocab_size * spec.hidden_size
     return 2.0 * weights * num_tokens + attention + head
 

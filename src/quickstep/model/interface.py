@@ -54,8 +54,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """What a model keeps of each token in the KV cache: what the mixers of its layers declare.
 
     `dtype` is the model's until `stored_as`. A `KVCache` has a K and a V tensor for each layer of
-    the groups, in ascending order of the layers. `states` is what the other layers keep of a
-    sequence.
+    the groups (no V where `KVSize` has none), in ascending order of the layers. `states` is what
+    the other layers keep of a sequence.
     """
 
     groups: tuple[KVGroup, ...]
@@ -73,16 +73,23 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers, K and V."""
-        elements = sum(num_heads * width for num_heads, width in self.head_shapes)
-        return 2 * elements * self.dtype.itemsize
+        elements = sum(
+            size.num_tensors * num_heads * width
+            for size, (num_heads, width) in zip(self.sizes, self.head_shapes, strict=True)
+        )
+        return elements * self.dtype.itemsize
+
+    @property
+    def sizes(self) -> tuple[KVSize, ...]:
+        """What a token adds in each layer that keeps anything."""
+        sizes = {layer: group.size for group in self.groups for layer in group.layers}
+        return tuple(sizes[layer] for layer in sorted(sizes))
 
     @property
     def head_shapes(self) -> tuple[tuple[int, int], ...]:
         """[K, W] of a token's K, and of its V, in each layer that has any (`KVCache`)."""
-        sizes = {layer: group.size for group in self.groups for layer in group.layers}
         return tuple(
-            (size.num_kv_heads, head_width(size.head_size, self.dtype))
-            for _, size in sorted(sizes.items())
+            (size.num_kv_heads, head_width(size.head_size, self.dtype)) for size in self.sizes
         )
 
     def state_bytes(self, num_records: int) -> int:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.model.rope_spec import RopeKind, RopeSpec
+from quickstep.model.rope_spec import RopeKind, RopeSpec, yarn_scale
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import FLOAT32, AnyTensor, Device, HostTensor
 
@@ -69,6 +69,10 @@ def make_rope_table(rope: RopeSpec, max_model_len: int, device: torch.device | D
     if scale != 1.0:
         cos *= scale
         sin *= scale
+    if rope.growth:
+        grown = _growth(rope, max_model_len)[:, None]
+        cos *= grown
+        sin *= grown
     return RopeTable(_tensor(cos, device), _tensor(sin, device))
 
 
@@ -92,6 +96,9 @@ def _frequencies(rope: RopeSpec, max_model_len: int) -> Floats:
     powers = _power(rope.theta, _exponents(rope))
     plain = np.float32(1) / powers
     if rope.kind is RopeKind.LINEAR:
+        return plain / np.float32(rope.factor)
+    if rope.kind is RopeKind.PROPORTIONAL:
+        plain[rope.num_turned :] = 0.0
         return plain / np.float32(rope.factor)
     if rope.kind is RopeKind.LLAMA3:
         return _llama3_frequencies(rope, plain)
@@ -147,13 +154,15 @@ def _attention_factor(rope: RopeSpec) -> float:
     if rope.kind is RopeKind.LONGROPE and rope.factor > 1:
         return math.sqrt(1 + math.log(rope.factor) / math.log(rope.trained_len))
     if rope.kind is RopeKind.YARN:
-        scale = _yarn_scale(rope.factor, 1.0)
+        scale = yarn_scale(rope.factor, 1.0)
         if rope.mscale and rope.mscale_all_dim:
-            scale = _yarn_scale(rope.factor, rope.mscale)
-            scale /= _yarn_scale(rope.factor, rope.mscale_all_dim)
+            scale = yarn_scale(rope.factor, rope.mscale)
+            scale /= yarn_scale(rope.factor, rope.mscale_all_dim)
         return scale * rope.attn_factor
     return 1.0
 
 
-def _yarn_scale(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _growth(rope: RopeSpec, max_model_len: int) -> Floats:
+    """[max_model_len] float32, the factor of each position."""
+    periods = np.arange(max_model_len, dtype=np.int64) // rope.growth_len
+    return (1.0 + rope.growth * np.log1p(periods.astype(np.float64))).astype(np.float32)

@@ -7,6 +7,7 @@ in one process, so that no bit depends on the number of stages (docs/design/0059
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -20,6 +21,7 @@ from quickstep.model.adapters.lora_modules import (
     lm_head_number,
     module_number,
 )
+from quickstep.model.checkpoint.tensor_schema import latent_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
 
@@ -71,11 +73,15 @@ def _ends(spec: ModelSpec, num_stages: int) -> list[int]:
 
 def _weights_of_layer(spec: ModelSpec, is_sparse: bool) -> int:
     """Elements of a layer's matrices."""
-    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size * spec.hidden_size
+    if spec.latent is not None:
+        attention = sum(
+            math.prod(shape) for _, shape in latent_tensors(spec, spec.latent) if len(shape) > 1
+        )
     width = spec.intermediate_size
     if is_sparse and spec.moe is not None:
         width = spec.moe.num_experts * spec.moe.intermediate_size + spec.moe.shared_width
-    return spec.hidden_size * (heads * spec.head_size + 3 * width)
+    return attention + spec.hidden_size * 3 * width
 
 
 def check_stages(spec: ModelSpec, num_stages: int) -> None:
@@ -91,6 +97,11 @@ def check_stages(spec: ModelSpec, num_stages: int) -> None:
         raise ConfigError(
             f"--pipeline-parallel-size is {num_stages}, but {spec.architecture} runs through "
             "transformers, in one process; leave the option out"
+        )
+    if not spec.is_uniform or spec.layer_scalars:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {num_stages}, but layers of {spec.architecture} need "
+            "more of the ones before than stages pass on; leave the option out"
         )
     if num_stages > spec.num_layers:
         raise ConfigError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from quickstep.ops.native.steps import NativeSteps
     from quickstep.ops.tensors import AnyTensor, DType, TensorT
-    from quickstep.ops.weights import LinearWeight, QuantizedWeight, StoredMatrix
+    from quickstep.ops.weights import HeadWeight, LinearWeight, QuantizedWeight, StoredMatrix
 
 
 class AttentionWork(msgspec.Struct, frozen=True):
@@ -204,21 +204,27 @@ class MambaWeights(msgspec.Struct, frozen=True):
 
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
-    their scale (`ops.tensors`). Layers may differ in K and W, never in B and S. Owned by the
-    runner; zeroed at allocation, so that masked positions never hold NaN.
+    their scale (`ops.tensors`). Layers may differ in K and W, never in B and S. V is None where it
+    is the beginning of each K. Owned by the runner; zeroed at allocation, so that masked positions
+    never hold NaN.
 
     `states` are of the layers that keep a state of each sequence, [slots, elements] float32 each
     (`model.decoder_spec.StateSize`).
     """
 
     keys: tuple[AnyTensor, ...]
-    values: tuple[AnyTensor, ...]
+    values: tuple[AnyTensor | None, ...]
     states: tuple[AnyTensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[AnyTensor, ...]:
+        """K of each layer, then V of those that have one."""
+        return (*self.keys, *(tensor for tensor in self.values if tensor is not None))
 
     def by_shape(self) -> tuple[tuple[AnyTensor, ...], ...]:
         """The tensors, those of one shape together."""
         found: dict[tuple[int, ...], list[AnyTensor]] = {}
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             found.setdefault(tuple(tensor.shape), []).append(tensor)
         return tuple(map(tuple, found.values()))
 
@@ -341,9 +347,10 @@ class RoutingRule(msgspec.Struct, frozen=True):
         normalise: The weights of a token add up to `scale`.
         sigmoid: An expert's share is the sigmoid of its score; otherwise a softmax over all.
         num_groups: Experts are in so many groups of equal size, by number.
-        groups_per_token: Only experts of so many groups are chosen: those whose two best experts
-            have the largest sums.
+        groups_per_token: Only experts of so many groups are chosen: those whose
+            `counted_per_group` best experts have the largest sums.
         scale: Multiplies the weights.
+        counted_per_group: 1 or 2.
     """
 
     per_token: int
@@ -352,6 +359,7 @@ class RoutingRule(msgspec.Struct, frozen=True):
     num_groups: int = 1
     groups_per_token: int = 1
     scale: float = 1.0
+    counted_per_group: int = 2
 
     @property
     def is_plain(self) -> bool:
@@ -393,11 +401,13 @@ class AttentionParams(msgspec.Struct, frozen=True):
         scale: Multiplies q·k.
         window: A query at position p sees keys p - window < j <= p; None sees all.
         softcap: logits = softcap * tanh(logits / softcap); None for none (Gemma 2).
+        value_size: Of a cache without V: so many first elements of a key are its value.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    value_size: int | None = None
 
 
 class Ranks(Protocol):
@@ -499,6 +509,39 @@ class RMSNormOp(Protocol):
     def __call__(self, x: Tensor, weight: AnyTensor, eps: float, offset: float, /) -> Tensor: ...
 
 
+class LayerNormOp(Protocol):
+    """x [T, C] -> [T, C]: (x - mean) / sqrt(variance + eps) * (weight + offset) + bias, computed in
+    fp32, rounded once; without a bias where it is None. Of [T, H, D], the weight is [H, D].
+    """
+
+    def __call__(
+        self, x: Tensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float, /
+    ) -> Tensor: ...
+
+
+class AddLayerNormOp(Protocol):
+    """(normed, x + residual), as `LayerNormOp` of the sum [T, C]."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ActivationOp(Protocol):
+    """x [T, N] -> [T, N]: act(x), times `factor` [T, N] where there is one, computed in fp32,
+    rounded once. Kind is `silu`, `gelu`, `gelu_tanh`, `relu` or `relu2`, its square.
+    """
+
+    def __call__(self, x: Tensor, factor: Tensor | None, kind: str, /) -> Tensor: ...
+
+
 class AddRMSNormOp(Protocol):
     """(normed, x + residual), as `RMSNormOp` of the sum."""
 
@@ -517,11 +560,17 @@ class RotaryOp(Protocol):
 
 class WriteKVOp(Protocol):
     """k, v [T, K, D] to the slots [T] of the caches, in place; rounded to the caches' dtype, int8
-    per token and head, fp8 at most 448.
+    per token and head, fp8 at most 448. v and its cache are None where values are in the keys.
     """
 
     def __call__(
-        self, k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slots: Tensor, /
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor | None,
+        slots: Tensor,
+        /,
     ) -> None: ...
 
 
@@ -549,14 +598,15 @@ class PagedAttentionOp(Protocol):
     """q [T, H, D] over caches [B, S, K, W] -> [T, H, D]; causal, GQA without copies, KV walked in
     tiles at absolute positions. A sink is one more logit in the denominator of each of its head's
     queries, without a value (arXiv:2309.17453, gpt-oss); sinks [H] are float32, neither scaled nor
-    capped, and -inf is none.
+    capped, and -inf is none. Without v_cache, values are the first `params.value_size` elements of
+    the keys, and so wide is the result.
     """
 
     def __call__(
         self,
         q: Tensor,
         k_cache: AnyTensor,
-        v_cache: AnyTensor,
+        v_cache: AnyTensor | None,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: AnyTensor | None,
@@ -629,11 +679,16 @@ class RouteOp(Protocol):
     """A router's outputs [T, E], a rule, and what is added to the shares for the choice only, [E]
     float32: shares in fp64, the A largest, ties to the lower number, and their weights. Those of a
     softmax are rounded to the outputs' dtype. A token with a NaN, or with inf for a softmax, has
-    NaN weights.
+    NaN weights. `factors` [E] float32 multiply an expert's weights in the end.
     """
 
     def __call__(
-        self, scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None, /
+        self,
+        scores: Tensor,
+        rule: RoutingRule,
+        selection_bias: AnyTensor | None,
+        factors: AnyTensor | None = None,
+        /,
     ) -> Routing: ...
 
 
@@ -703,6 +758,56 @@ class Mamba2Op(Protocol):
     ) -> Tensor: ...
 
 
+class PackHeadsOp(Protocol):
+    """A weight [H, N, C], a matrix of each head, in the layout of the implementation. Called once
+    at load.
+    """
+
+    def __call__(self, weight: AnyTensor, /) -> HeadWeight: ...
+
+
+class LatentKeysOp(Protocol):
+    """x [T, L + D_rot] -> [T, 1, L + D_rot]: `RMSNormOp` of the first L with a weight [L] and an
+    eps, `RotaryOp` of the rest with cos, sin [T, D_rot / 2].
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: AnyTensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        /,
+    ) -> Tensor: ...
+
+
+class LatentQueriesOp(Protocol):
+    """q [T, H, C + D_rot] and a weight [H, L, C] -> [T, H, L + D_rot]: `LatentValuesOp` of the
+    first C of each head, `RotaryOp` of the rest.
+    """
+
+    def __call__(
+        self, q: Tensor, weight: HeadWeight, cos: Tensor, sin: Tensor, interleaved: bool, /
+    ) -> Tensor: ...
+
+
+class LatentValuesOp(Protocol):
+    """x [T, H, C] and a weight [H, N, C] -> [T, H, N]: `LinearOp` of each head by itself."""
+
+    def __call__(self, x: Tensor, weight: HeadWeight, /) -> Tensor: ...
+
+
+class LatentOps(msgspec.Struct, frozen=True):
+    """What attention over latents computes in addition to the other ops, L the latent's size."""
+
+    pack_heads: PackHeadsOp
+    keys: LatentKeysOp
+    queries: LatentQueriesOp
+    values: LatentValuesOp
+
+
 class AdapterTableOp(Protocol):
     """A table of so many places, in which each of these adapters fits."""
 
@@ -725,8 +830,10 @@ class OpTable(msgspec.Struct, frozen=True):
             where they are not counted. Benchmarks take the difference of two readings.
         experts, route: None where `ops.reference.experts` computes them.
         gate, short_conv, gated_delta, mamba: None where `ops.reference.states` computes them.
+        layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
         adapter_table: None where adapters cannot be recorded.
         steps: Makes captured steps and samples tokens; None where only single ops run.
+        latent: None where there are no kernels of attention over latents.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
             read from memory: one recorded launch then fits all of them (`runtime.steps.graphs`).
     """
@@ -765,3 +872,7 @@ class OpTable(msgspec.Struct, frozen=True):
     short_conv: ShortConvOp | None = None
     gated_delta: GatedDeltaOp | None = None
     mamba: Mamba2Op | None = None
+    latent: LatentOps | None = None
+    layer_norm: LayerNormOp | None = None
+    add_layer_norm: AddLayerNormOp | None = None
+    activation: ActivationOp | None = None

@@ -36,6 +36,18 @@ class LinearWeight(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class HeadWeight(msgspec.Struct, frozen=True):
+    """A matrix [N, C] of each of H heads in the layout of the implementation that made it
+    (`LatentOps.pack_heads`), which alone reads `data`. `num_outputs` N, `num_inputs` C.
+    """
+
+    data: object
+    num_heads: int
+    num_outputs: int
+    num_inputs: int
+    nbytes: int
+
+
 class QuantizedWeight(msgspec.Struct, frozen=True):
     """The quantized values of a weight [N, C], whichever file format or rounding they come from:
 

@@ -99,10 +99,14 @@ def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
             f"{(weights + kv_bytes) / _GB:.2f} GB",
         )
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
-    head = kv_head_bytes(spec.head_size, elements.dtype, elements.kv_dtype)
+    size = spec.kv_size
+    head = kv_head_bytes(size.head_size, elements.dtype, elements.kv_dtype)
+    kept = f"2 x {spec.num_layers} layers x {size.num_kv_heads} kv heads x {head} bytes"
+    if not size.has_values:
+        kept = f"{spec.num_layers} layers x a latent of {head} bytes"
     yield ExplainedLine(
         "KV of a token",
-        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} kv heads x {head} bytes",
+        kept,
         f"{per_token:,} bytes",
     )
     tokens = whole_blocks(load.num_tokens, BLOCK_SIZE)
@@ -177,9 +181,12 @@ def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
         f"{flops_per_token(spec) / 1e9:.1f} GFLOP",
     )
     pairs = attention_pairs(load.num_inputs)
+    width = f"4 x {spec.num_layers} layers x {spec.num_heads * spec.head_size} wide"
+    if spec.latent is not None:
+        width = f"2 x {spec.num_layers} layers x {spec.num_heads * spec.pair_size} wide"
     yield ExplainedLine(
         "attention of the prompt",
-        f"4 x {spec.num_layers} layers x {spec.num_heads * spec.head_size} wide x {pairs:,} pairs",
+        f"{width} x {pairs:,} pairs",
         f"{attention_flops(spec, pairs) / 1e12:.2f} TFLOP",
     )
     yield ExplainedLine(

@@ -60,7 +60,9 @@ def check_split(spec: ModelSpec, split: Split) -> None:
     tensor, pipeline = split.tensor, split.pipeline
     if min(tensor, pipeline, split.replicas) < 1:
         raise ConfigError(f"{split} is not possible: each must be at least 1")
-    sizes = [("query heads", spec.num_heads), ("kv heads", spec.num_kv_heads)]
+    sizes = [("query heads", spec.num_heads)]
+    if spec.latent is None:
+        sizes.append(("kv heads", spec.num_kv_heads))
     if not all(layer.sparse for layer in spec.layers):
         sizes.append(("columns of the feed-forward part", spec.intermediate_size))
     if spec.moe is not None and split.experts == 1:
@@ -105,7 +107,8 @@ def expert_splits(spec: ModelSpec, split: Split) -> list[Split]:
 
 
 def rank_spec(spec: ModelSpec, split: Split) -> ModelSpec:
-    """The part of the model on one device, as a model: the largest stage, a part of every head.
+    """The part of the model on one device, as a model: the largest stage, a part of the heads (a
+    latent is complete on every device).
 
     A first or last stage holds the embedding or the output projection, which is counted once. With
     expert parallelism the router of that model is smaller than the device's, which is complete:
@@ -123,7 +126,7 @@ def rank_spec(spec: ModelSpec, split: Split) -> ModelSpec:
         num_layers=num_layers,
         layers=spec.layers[:num_layers],
         num_heads=spec.num_heads // tensor,
-        num_kv_heads=spec.num_kv_heads // tensor,
+        num_kv_heads=1 if spec.latent is not None else spec.num_kv_heads // tensor,
         intermediate_size=-(-spec.intermediate_size // tensor),
         vocab_size=-(-spec.vocab_size // tensor),
         tied=spec.tied or split.pipeline > 1,
@@ -233,8 +236,10 @@ def read_fraction(windows: Windows, context: float) -> float:
 
 
 def attention_flops(spec: ModelSpec, num_pairs: float) -> float:
-    """4 H D per layer and pair of a token and a position: q·k, and the weighted sum of values."""
-    return 4.0 * spec.num_layers * spec.num_heads * spec.head_size * num_pairs
+    """4 H D per layer and pair of a token and a position: q·k, and the weighted sum of values. Over
+    latents, 2 H times the sizes of what is kept and of the vector in it.
+    """
+    return 2.0 * spec.num_layers * spec.num_heads * spec.pair_size * num_pairs
 
 
 def attention_pairs(num_tokens: int) -> int:
@@ -244,7 +249,7 @@ def attention_pairs(num_tokens: int) -> int:
 
 def flops_per_token(spec: ModelSpec, context: float = 0.0) -> float:
     """2 x active parameters + 4 H D per layer and position of the context."""
-    heads = 4.0 * spec.num_heads * spec.head_size
+    heads = 2.0 * spec.num_heads * spec.pair_size
     return 2.0 * active_parameters(spec) + heads * seen_tokens(layer_windows(spec), context)
 
 

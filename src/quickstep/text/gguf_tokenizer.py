@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from tokenizers import Tokenizer as Library
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import open_gguf
+from quickstep.text.gguf_splits import SPLITS
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -35,75 +35,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
 # as llama.cpp: they end an answer wherever they are control tokens
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _NAMED = ("bos", "eos", "unknown", "padding")
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
-class _Split(msgspec.Struct, frozen=True):
-    """How text is split before merging: by the expressions, one after another.
-
-    Attributes:
-        ignore_merges: A piece that is a token is not split by merges.
-        adds_bos: The default where the file does not say.
-        composed: Text is normalized to NFC first.
-    """
-
-    expressions: tuple[str, ...]
-    ignore_merges: bool = False
-    adds_bos: bool = False
-    composed: bool = False
-
-
-_QWEN2 = _Split(
-    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",), composed=True
-)
-_LLAMA3 = _Split(
-    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",), True, True
-)
-_TEKKEN = _Split(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-    True,
-    True,
-)
-_GPT4O = _Split(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-)
-_DIGIT_GPT2 = _Split((r"\p{N}", _GPT2))
-_SPLITS: Mapping[str, _Split] = MappingProxyType(
-    {
-        "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-        "gpt-2": _Split((_GPT2,)),
-        "phi-2": _Split((_GPT2,)),
-        "smollm": _DIGIT_GPT2,
-        "starcoder": _DIGIT_GPT2,
-        "refact": _DIGIT_GPT2,
-        "command-r": _DIGIT_GPT2,
-        "llama-bpe": _LLAMA3,
-        "llama3": _LLAMA3,
-        "llama-v3": _LLAMA3,
-        "falcon3": _LLAMA3,
-        "pixtral": _LLAMA3,
-        "smaug-bpe": _Split(_LLAMA3.expressions),
-        "dbrx": _Split(_LLAMA3.expressions),
-        "qwen2": _QWEN2,
-        "deepseek-r1-qwen": _QWEN2,
-        "megrez": _QWEN2,
-        "gpt-4o": _GPT4O,
-        "llama4": _GPT4O,
-        "kanana2": _GPT4O,
-        "tekken": _TEKKEN,
-    }
-)
 
 
 class GgufTokenizer(msgspec.Struct, frozen=True):
@@ -162,11 +93,11 @@ def _byte_level(
     path: Path, values: Mapping[str, object], tokens: Sequence[str]
 ) -> tuple[Library, bool]:
     name = str(values.get("pre", "default"))
-    split = _SPLITS.get(name)
+    split = SPLITS.get(name)
     if split is None:
         raise ConfigError(
             f"{path} splits text as {name!r} (tokenizer.ggml.pre); supported are "
-            f"{', '.join(_SPLITS)}"
+            f"{', '.join(SPLITS)}"
         )
     merges = values.get("merges")
     if not isinstance(merges, tuple):

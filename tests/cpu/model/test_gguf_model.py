@@ -295,7 +295,7 @@ def test_several_files_must_be_named(tmp_path: Path) -> None:
     ("architecture", "metadata", "named"),
     [
         ("mamba", {}, "architecture 'mamba'"),
-        ("llama", {".expert_count": 8}, "'expert_count'"),
+        ("qwen2", {".expert_count": 8}, "'expert_count'"),
         ("llama", {".attention.value_length": 32}, "values of 32"),
         ("llama", {"split.count": 3}, "one of 3 parts"),
         ("llama", {".rope.scaling.type": "spiral"}, "'spiral'"),

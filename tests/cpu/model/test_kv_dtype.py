@@ -101,7 +101,7 @@ def test_memory_is_planned_as_it_is_allocated(kv_dtype: str) -> None:
     shape = KVLayout.uniform(spec.num_layers, spec.num_kv_heads, spec.head_size, torch.bfloat16)
     stored = shape.stored_as(kv_dtype)
     kv = allocate_kv(stored, 3, 16, CPU)
-    held = sum(cache.nbytes for cache in (*kv.keys, *kv.values))
+    held = sum(cache.nbytes for cache in kv.tensors)
     assert held == kv_bytes(stored, 3, 16) == 48 * kv_bytes_per_token(spec, 2, kv_dtype)
 
 

@@ -120,12 +120,12 @@ def test_the_cache_keeps_what_the_mixers_declare() -> None:
         (5, 4, 1, STATE),
         (5, 4, 1, STATE),
     ]
-    assert sum(tensor.nbytes for tensor in (*kv.keys, *kv.values)) == 20 * layout.bytes_per_token
+    assert sum(tensor.nbytes for tensor in kv.tensors) == 20 * layout.bytes_per_token
 
 
 def test_tree_moves_reach_layers_of_all_sizes() -> None:
     kv = PagedDriver(hybrid_model(), num_blocks=5, block_size=4).kv
-    tensors = [torch.as_tensor(tensor) for tensor in (*kv.keys, *kv.values)]
+    tensors = [torch.as_tensor(tensor) for tensor in kv.tensors]
     for tensor in tensors:
         tensor.view(20, -1)[7] = 1.0
     reference_ops().move_kv(kv, [(7, 3)])

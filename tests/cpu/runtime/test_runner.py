@@ -315,6 +315,6 @@ def test_kv_is_zeroed_and_as_large_as_announced():
     shape = PagedHashModel().kv_layout
     kv = allocate_kv(shape, 6, BLOCK, torch.device("cpu"))
     assert kv.keys[0].shape == (6, BLOCK, 1, 8)
-    assert not any(tensor.any() for tensor in (*kv.keys, *kv.values))
-    total = sum(tensor.nbytes for tensor in (*kv.keys, *kv.values))
+    assert not any(tensor.any() for tensor in kv.tensors)
+    total = sum(tensor.nbytes for tensor in kv.tensors)
     assert total == kv_bytes(shape, 6, BLOCK)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.spec import parse_spec, read_spec
+from quickstep.model.spec import parse_spec, read_spec, with_context
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -288,3 +288,36 @@ def test_bases_and_layers_out_of_range_are_refused() -> None:
         parse(rope_theta=-1.0)
     with pytest.raises(ConfigError, match="layers"):
         parse(num_hidden_layers=10**9)
+
+
+def test_an_indexer_limits_the_length_and_is_named() -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = sizes | {"architectures": ["GlmMoeDsaForCausalLM"], "num_attention_heads": 4}
+    spec = parse_spec(config)
+    assert spec.max_model_len == 2048
+    assert any("indexer" in note for note in spec.notes)
+    for allow_longer in (False, True):
+        with pytest.raises(ConfigError, match="by an indexer, which is not implemented"):
+            with_context(spec, 4096, allow_longer)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("topk_method", "best", "supported are 'greedy' and 'group_limited_greedy'"),
+        ("scoring_func", "sigmoid", "supported is 'softmax'"),
+        ("qk_head_dim", 7, "are 192 together"),
+        ("attention_bias", True, "does not implement for this architecture"),
+        ("norm_topk_prob", True, "does not implement for this architecture"),
+        ("moe_layer_freq", 2, "does not implement for this architecture"),
+    ],
+)
+def test_what_latent_attention_does_not_compute_is_refused_by_name(
+    key: str, value: object, message: str
+) -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    needed = {"num_attention_heads": 4, "num_experts_per_tok": 2}
+    config = sizes | needed | {"architectures": ["DeepseekV2ForCausalLM"]}
+    assert parse_spec(config).latent is not None
+    with pytest.raises(ConfigError, match=message):
+        parse_spec(config | {key: value})

@@ -5,7 +5,6 @@ that a client has.
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -13,54 +12,26 @@ import pytest
 from client import JSON
 from cut_connection import Steps, cut_call, settled
 from fake_engine import WORDS, FakeEngine, Script
+from kept_world import ANN, BOB, KEYS, World, in_world
 from live_server import DEADLINE_S, live_server, until
 from route_calls import RESPONSES, saying
-from starlette.applications import Starlette
 
-from quickstep.server.app import app_of_models
-from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import KeptStreamOptions, ServerOptions
-from quickstep.server.usage.api_keys import ApiKey, ApiKeys
 from quickstep.types import FinishReason
 
 BODY = {"input": "hi", "background": True}
 TEXT = "".join(WORDS)
-ANN, BOB = {"x-api-key": "a"}, {"x-api-key": "b"}
-KEYS = ApiKeys([ApiKey("ann", "a"), ApiKey("bob", "b")])
 
 
-class World:
-    """A server with a scripted engine."""
-
-    def __init__(self, engine: FakeEngine, options: ServerOptions) -> None:
-        self.engine = engine
-        self.models = ModelRegistry.of_one(engine, options)
-        self.app: Starlette = app_of_models(self.models, options)
-        self.streams = self.models.server.kept_streams
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
-
-    async def post(self, url: str = RESPONSES, **fields: Any) -> dict[str, Any]:
-        response = await self.client.post(url, json={**BODY, **fields})
-        assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
-
-    async def get(self, url: str, **params: Any) -> httpx.Response:
-        return await self.client.get(url, params=params)
+async def post(world: World, **fields: Any) -> dict[str, Any]:
+    response = await world.client.post(RESPONSES, json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
 
 
-def in_world(
-    steps: Callable[[World], Awaitable[None]],
-    engine: FakeEngine | None = None,
-    options: ServerOptions | None = None,
-) -> None:
-    async def run() -> None:
-        world = World(engine or FakeEngine(), options or ServerOptions())
-        async with world.app.router.lifespan_context(world.app), world.client:
-            await steps(world)
-
-    asyncio.run(run())
+async def get(world: World, url: str, **params: Any) -> httpx.Response:
+    return await world.client.get(url, params=params)
 
 
 def data_of(body: bytes) -> list[dict[str, Any]]:
@@ -83,7 +54,7 @@ def test_a_response_is_there_whether_or_not_its_client_waits(stream: bool) -> No
         await settled(world.streams)
         assert not world.engine.open_streams
         (response_id,) = [stream.names[0].name for stream in world.streams.of_owner("")]
-        answer = (await world.get(f"{RESPONSES}/{response_id}")).json()
+        answer = (await get(world, f"{RESPONSES}/{response_id}")).json()
         assert (answer["status"], answer["background"]) == ("completed", True)
         assert answer["output"][0]["content"][0]["text"] == TEXT
         assert len(world.engine.submitted) == 1
@@ -122,7 +93,7 @@ def test_the_rest_after_each_event_is_that_of_the_first_stream() -> None:
             assert [each["sequence_number"] for each in data_of(complete.body)] == [
                 *range(num_events)
             ]
-            late = await world.get(url, stream="true")
+            late = await get(world, url, stream="true")
             assert late.content == complete.body
             world.streams.forget(live)
 
@@ -140,18 +111,18 @@ def test_the_rest_after_each_event_is_that_of_the_first_stream() -> None:
 
 def test_a_running_response_shows_what_it_has() -> None:
     gate = Steps()
-    engine = FakeEngine(script=Script(gate=gate))  # type: ignore[arg-type]
+    script = Script(gate=gate)  # type: ignore[arg-type]
 
     async def steps(world: World) -> None:
-        begun = await world.post()
+        begun = await post(world)
         assert (begun["status"], begun["output"]) == ("in_progress", [])
         url = f"{RESPONSES}/{begun['id']}"
-        assert (await world.get(url)).json() == begun
+        assert (await get(world, url)).json() == begun
         gate.let(2)
         while world.engine.num_steps < 2:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        (item,) = (await world.get(url)).json()["output"]
+        (item,) = (await get(world, url)).json()["output"]
         assert item["status"] == "in_progress"
         assert item["content"][0]["text"] == "".join(WORDS[:2])
         refused = await world.client.post(
@@ -160,20 +131,20 @@ def test_a_running_response_shows_what_it_has() -> None:
         assert refused.json()["error"]["code"] == "previous_response_not_found"
         gate.set()
         await settled(world.streams)
-        assert (await world.get(url)).json()["status"] == "completed"
-        again = await world.post(previous_response_id=begun["id"])
+        assert (await get(world, url)).json()["status"] == "completed"
+        again = await post(world, previous_response_id=begun["id"])
         assert again["previous_response_id"] == begun["id"]
 
-    in_world(steps, engine)
+    in_world(steps, script)
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_cancelled_response_ends_with_what_it_has(num_steps: int) -> None:
     gate = Steps(num_steps)
-    engine = FakeEngine(script=Script(gate=gate))  # type: ignore[arg-type]
+    script = Script(gate=gate)  # type: ignore[arg-type]
 
     async def steps(world: World) -> None:
-        begun = await world.post()
+        begun = await post(world)
         url = f"{RESPONSES}/{begun['id']}"
         reader = asyncio.create_task(cut_call(world.app, "GET", f"{url}?stream=true"))
         while world.engine.num_steps < num_steps:
@@ -186,63 +157,63 @@ def test_a_cancelled_response_ends_with_what_it_has(num_steps: int) -> None:
         assert last["type"] == "response.incomplete"
         assert last["response"] == cancelled.json()
         assert (await world.client.post(f"{url}/cancel")).json() == cancelled.json()
-        assert (await world.get(url)).json() == cancelled.json()
+        assert (await get(world, url)).json() == cancelled.json()
         refused = await world.client.post(
             RESPONSES, json={"input": "And?", "previous_response_id": begun["id"]}
         )
         assert refused.status_code == 400
         assert "status cancelled" in refused.text
 
-    in_world(steps, engine)
+    in_world(steps, script)
 
 
 def test_a_response_is_cancelled_at_once() -> None:
     """Before its task has run at all."""
-    engine = FakeEngine(script=Script(gate=Steps()))  # type: ignore[arg-type]
+    script = Script(gate=Steps())  # type: ignore[arg-type]
 
     async def steps(world: World) -> None:
-        begun = await world.post()
+        begun = await post(world)
         (stream,) = world.streams.of_owner("")
         await world.streams.cancel(stream)
         assert not world.engine.open_streams
-        assert (await world.get(f"{RESPONSES}/{begun['id']}")).json()["status"] == "cancelled"
+        assert (await get(world, f"{RESPONSES}/{begun['id']}")).json()["status"] == "cancelled"
 
-    in_world(steps, engine)
+    in_world(steps, script)
 
 
 def test_deleting_a_running_response_ends_it() -> None:
-    engine = FakeEngine(script=Script(endless=True))
+    script = Script(endless=True)
 
     async def steps(world: World) -> None:
-        begun = await world.post()
+        begun = await post(world)
         url = f"{RESPONSES}/{begun['id']}"
         assert (await world.client.delete(url)).json()["deleted"] is True
         assert not world.engine.open_streams
-        for call in (world.get(url), world.get(url, stream="true")):
+        for call in (get(world, url), get(world, url, stream="true")):
             assert (await call).status_code == 404
         assert not world.streams.num_streams
 
-    in_world(steps, engine)
+    in_world(steps, script)
 
 
 def test_a_failed_response_is_there_with_its_error() -> None:
-    engine = FakeEngine(script=saying("x", reason=FinishReason.ERROR, error="the logits are NaN"))
+    script = saying("x", reason=FinishReason.ERROR, error="the logits are NaN")
 
     async def steps(world: World) -> None:
-        begun = await world.post()
+        begun = await post(world)
         await settled(world.streams)
         url = f"{RESPONSES}/{begun['id']}"
-        failed = (await world.get(url)).json()
+        failed = (await get(world, url)).json()
         assert failed["status"] == "failed"
         assert "NaN" in failed["error"]["message"]
-        *_, last = data_of((await world.get(url, stream="true")).content)
+        *_, last = data_of((await get(world, url, stream="true")).content)
         assert (last["type"], last["response"]) == ("response.failed", failed)
 
-    in_world(steps, engine)
+    in_world(steps, script)
 
 
 def test_another_key_finds_nothing() -> None:
-    engine = FakeEngine(script=Script(gate=Steps()))  # type: ignore[arg-type]
+    script = Script(gate=Steps())  # type: ignore[arg-type]
 
     async def steps(world: World) -> None:
         begun = await world.client.post(RESPONSES, json=BODY, headers=ANN)
@@ -259,7 +230,7 @@ def test_another_key_finds_nothing() -> None:
         assert len(world.engine.open_streams) == 1
         assert (await world.client.get(url, headers=ANN)).status_code == 200
 
-    in_world(steps, engine, ServerOptions(api_keys=KEYS))
+    in_world(steps, script, ServerOptions(api_keys=KEYS))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +245,7 @@ def test_another_key_finds_nothing() -> None:
 )
 def test_a_wrong_query_is_400(query: str, param: str | None) -> None:
     async def steps(world: World) -> None:
-        begun = await world.post()
+        begun = await post(world)
         await settled(world.streams)
         refused = await world.client.get(f"{RESPONSES}/{begun['id']}?{query}")
         assert refused.status_code == 400
@@ -288,10 +259,10 @@ def test_a_wrong_query_is_400(query: str, param: str | None) -> None:
 
 def test_other_responses_are_not_followed_or_cancelled() -> None:
     async def steps(world: World) -> None:
-        answer = await world.post(background=False)
+        answer = await post(world, background=False)
         url = f"{RESPONSES}/{answer['id']}"
         followed, cancelled = (
-            await world.get(url, stream="true"),
+            await get(world, url, stream="true"),
             await world.client.post(f"{url}/cancel"),
         )
         assert followed.status_code == cancelled.status_code == 400
@@ -313,7 +284,7 @@ def test_what_cannot_be_in_the_background_is_refused() -> None:
 
 
 def test_running_responses_of_a_key_are_bounded() -> None:
-    engine = FakeEngine(script=Script(gate=Steps()))  # type: ignore[arg-type]
+    script = Script(gate=Steps())  # type: ignore[arg-type]
     options = ServerOptions(kept_streams=KeptStreamOptions(streams_per_key=2), api_keys=KEYS)
 
     async def steps(world: World) -> None:
@@ -326,18 +297,24 @@ def test_running_responses_of_a_key_are_bounded() -> None:
         assert await status(ANN) == 200  # in the place of the one that has ended
         assert len(world.streams.of_owner("ann")) == 2
 
-    in_world(steps, engine, options)
+    in_world(steps, script, options)
 
 
 def test_the_end_of_the_server_ends_them() -> None:
-    engine = FakeEngine(script=Script(endless=True))
+    script = Script(endless=True)
 
     async def steps(world: World) -> None:
         content = json.dumps(BODY).encode()
         await world.client.post(RESPONSES, content=content, headers=JSON)
 
-    in_world(steps, engine)
-    assert not engine.open_streams
+    worlds: list[World] = []
+
+    async def noted(world: World) -> None:
+        worlds.append(world)
+        await steps(world)
+
+    in_world(noted, script)
+    assert not worlds[0].engine.open_streams
 
 
 def test_a_draining_server_lets_them_end(caplog: pytest.LogCaptureFixture) -> None:

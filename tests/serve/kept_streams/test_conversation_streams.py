@@ -1,27 +1,22 @@
 """llama.cpp's streams of conversations: read again from any byte, listed, ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+import weakref
 from typing import Any
 
-import httpx
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES
 from cut_connection import Steps, cut_call, settled
-from fake_engine import WORDS, FakeEngine, Script
+from fake_engine import WORDS, Script
+from kept_world import ANN, BOB, KEYS, World, in_world
 from route_calls import ANTHROPIC, RESPONSES
-from starlette.applications import Starlette
 
-from quickstep.server.app import app_of_models
-from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ConnectionOptions, KeptStreamOptions, ServerOptions
-from quickstep.server.usage.api_keys import ApiKey, ApiKeys
 
 BODY: dict[str, Any] = {"messages": MESSAGES, "stream": True}
 ID = {"x-conversation-id": "c/1"}
 STREAM = "/v1/stream/c/1"
-ANN, BOB = {"x-api-key": "a"}, {"x-api-key": "b"}
-KEYS = ApiKeys([ApiKey("ann", "a"), ApiKey("bob", "b")])
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, BODY),
     (COMPLETIONS, {"prompt": "a", "stream": True}),
@@ -31,34 +26,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"model": "fake", "messages": MESSAGES}),
     (CHAT, {"messages": MESSAGES}),
 ]
-
-
-class World:
-    """A server with a scripted engine."""
-
-    def __init__(self, engine: FakeEngine, options: ServerOptions) -> None:
-        self.engine = engine
-        models = ModelRegistry.of_one(engine, options)
-        self.app: Starlette = app_of_models(models, options)
-        self.streams = models.server.kept_streams
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
-
-    async def call(self, method: str, url: str, headers: dict[str, str] | None = None) -> Any:
-        return await self.client.request(method, url, headers=headers)
-
-
-def in_world(
-    steps: Callable[[World], Awaitable[None]],
-    script: Script | None = None,
-    options: ServerOptions | None = None,
-) -> None:
-    async def run() -> None:
-        world = World(FakeEngine(script=script or Script()), options or ServerOptions())
-        async with world.app.router.lifespan_context(world.app), world.client:
-            await steps(world)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -127,6 +94,31 @@ def test_a_stream_is_read_before_the_prompt_is_computed() -> None:
         assert [each["is_done"] for each in listed] == [False]
         gate.set()
         assert b"Hello" in (await reader).body
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps, Script(gate=gate))  # type: ignore[arg-type]
+
+
+def test_a_stream_is_read_before_its_status_is_known() -> None:
+    """The status of a request with a deadline for its first token comes with that token."""
+    gate = Steps()
+
+    async def steps(world: World) -> None:
+        left = asyncio.Event()
+        body = {**BODY, "ttft_deadline_ms": 60_000}
+        call = asyncio.create_task(cut_call(world.app, "POST", CHAT, body, ID, leave=left))
+        while not world.engine.open_streams:
+            await asyncio.sleep(0)
+        left.set()
+        await call
+        reader = asyncio.create_task(cut_call(world.app, "GET", f"{STREAM}?from=0"))
+        left = asyncio.Event()
+        leaver = asyncio.create_task(cut_call(world.app, "GET", STREAM, leave=left))
+        left.set()
+        assert (await leaver).body == b""
+        assert not reader.done()
+        gate.set()
+        assert (await reader).body == (await world.call("GET", STREAM)).content
         assert len(world.engine.submitted) == 1
 
     in_world(steps, Script(gate=gate))  # type: ignore[arg-type]
@@ -284,6 +276,20 @@ def test_all_streams_are_bounded_and_the_largest_key_loses() -> None:
         assert world.streams.num_bytes == 0
 
     in_world(steps, Script(words=("x" * 1000,) * 3), options)
+
+
+def test_what_is_dropped_is_not_in_memory() -> None:
+    """Also before the time after which it would have been forgotten."""
+    options = ServerOptions(kept_streams=KeptStreamOptions(streams_per_key=1))
+
+    async def steps(world: World) -> None:
+        await world.client.post(CHAT, json=BODY, headers=ID)
+        first = weakref.ref(world.streams.of_owner("")[0])
+        await world.client.post(CHAT, json=BODY, headers={"x-conversation-id": "other"})
+        gc.collect()
+        assert first() is None
+
+    in_world(steps, options=options)
 
 
 def test_comments_are_part_of_the_stream() -> None:

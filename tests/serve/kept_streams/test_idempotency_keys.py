@@ -1,34 +1,23 @@
 """A repeated POST with its idempotency key gets the first one's answer, generated once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from client import CHAT, MESSAGES
 from cut_connection import Steps, cut_call
-from fake_engine import FakeEngine, Script
-from test_conversation_streams import ANN, BOB, BODIES, KEYS, World
+from fake_engine import Script
+from kept_world import ANN, BOB, KEYS, World, in_world
+from test_conversation_streams import BODIES
 
 from quickstep.errors import EngineError
 from quickstep.server.options import KeptStreamOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
+from quickstep.server.usage.limits import KeyLimits
 from quickstep.types import FinishReason
 
 KEY = {"idempotency-key": "k1"}
 BODY = {"messages": MESSAGES}
-
-
-def in_world(
-    steps: Callable[[World], Awaitable[None]],
-    script: Script | None = None,
-    options: ServerOptions | None = None,
-) -> None:
-    async def run() -> None:
-        world = World(FakeEngine(script=script or Script()), options or ServerOptions())
-        async with world.app.router.lifespan_context(world.app), world.client:
-            await steps(world)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -175,3 +164,45 @@ def test_a_header_that_comes_twice_is_400() -> None:
         assert "twice" in refused.text
 
     in_world(steps)
+
+
+def test_two_repeats_that_come_together_are_one_request() -> None:
+    """Also while the conversation's earlier request is ended for them."""
+
+    async def steps(world: World) -> None:
+        conversation = {"x-conversation-id": "c"}
+        earlier = asyncio.create_task(cut_call(world.app, "POST", CHAT, BODY, conversation))
+        while world.engine.num_steps < 2:
+            await asyncio.sleep(0)
+        world.engine.script = Script()
+        both = {**KEY, **conversation}
+        first, second = await asyncio.gather(
+            *(cut_call(world.app, "POST", CHAT, BODY, both) for _ in range(2))
+        )
+        assert first.body == second.body
+        assert first.status == 200
+        assert len(world.engine.submitted) == 2
+        assert (await earlier).status == 409
+
+    in_world(steps, Script(endless=True))
+
+
+@pytest.mark.parametrize("header", ["idempotency-key", "x-conversation-id"])
+def test_it_counts_once_for_the_limits_of_its_key(header: str) -> None:
+    """And what is read again counts for none."""
+    limited = ApiKeys([ApiKey("ann", "a", limits=KeyLimits(requests_per_minute=1))])
+
+    async def steps(world: World) -> None:
+        headers = {**ANN, header: "k"}
+        first = await world.client.post(CHAT, json=BODY, headers=headers)
+        assert first.headers["x-ratelimit-remaining-requests"] == "0"
+        if header == "idempotency-key":
+            again = await world.client.post(CHAT, json=BODY, headers=headers)
+        else:
+            again = await world.call("GET", "/v1/stream/k", ANN)
+        assert again.content == first.content
+        other = await world.client.post(CHAT, json=BODY, headers={**ANN, header: "other"})
+        assert other.status_code == 429
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps, options=ServerOptions(api_keys=limited))

@@ -249,7 +249,10 @@ def _sizes(
     of `num_aux` layers. Pages that are not written take no memory.
     """
     widest = max(
-        spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_size
+        spec.vocab_size,
+        spec.hidden_size,
+        spec.intermediate_size,
+        spec.num_heads * spec.value_size,
     )
     tokens = max(plan.max_num_batched_tokens, plan.max_num_seqs)
     words = 16 * tokens  # rows, token ids, emitting tokens, parents, adapters, pairs of moves

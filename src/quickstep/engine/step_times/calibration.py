@@ -158,7 +158,7 @@ def write_kv(kv: KVCache) -> int:
     """Write zeros to as many blocks as contexts are spread over, and return their number: memory
     that was never written is not there yet, and reading it takes no time.
     """
-    tensors = (*kv.keys, *kv.values)
+    tensors = kv.tensors
     num_blocks = tensors[0].shape[0]
     block_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) // num_blocks
     num_used = max(1, min(num_blocks, _MAX_KV_BYTES // block_bytes))

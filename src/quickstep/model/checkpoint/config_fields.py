@@ -17,7 +17,8 @@ from quickstep.errors import ConfigError
 # Keys that never change what a forward pass computes: metadata, training, generation defaults.
 _HARMLESS_NAMES = """
     architectures model_type transformers_version torch_dtype dtype use_cache auto_map
-    initializer_range initializer_factor pretraining_tp gradient_checkpointing name_or_path
+    initializer_range embedding_initializer_range initializer_factor pretraining_tp
+    gradient_checkpointing name_or_path
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
     decoder_start_token_id image_token_id image_token_index boi_token_index eoi_token_index
     boi_token_id eoi_token_id mm_tokens_per_image vision_config

@@ -7,6 +7,7 @@ the architecture. A key of the model's own section that is not understood is ref
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import struct
@@ -14,47 +15,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.gguf_architectures import (
+    DIALECTS,
+    MIXTRAL,
+    OUTER_PARTS,
+    Dialect,
+)
 from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
 from quickstep.model.checkpoint.safetensors_files import StoredTensor, TensorFiles
 
 GGUF_ARCHITECTURE = "_gguf_architecture"
 
-_STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
-_GEMMA_PARTS = {
-    **_STANDARD_PARTS,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PHI_PARTS = {
-    **_STANDARD_PARTS,
-    "attn_qkv": "self_attn.qkv_proj",
-    "ffn_up": "mlp.gate_up_proj",
-}
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output": "lm_head",
-    "output_norm": "model.norm",
-}
 _SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 # tensor -> the keys of a config's rope_scaling that it holds
 _DIVISORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -80,44 +55,8 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType(
         "tensor_data_layout": "Meta AI original pth",
     }
 )
-_BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
-
-
-class _Dialect(msgspec.Struct, frozen=True):
-    """How one `general.architecture` is written; `scores_layers`: layers of the one size of the
-    family whose scores are scaled by hidden size / heads instead of the head size (Gemma).
-    """
-
-    name: str
-    parts: Mapping[str, str] = msgspec.field(default_factory=lambda: _STANDARD_PARTS)
-    activation: Mapping[str, object] = msgspec.field(default_factory=lambda: {"hidden_act": "silu"})
-    window: bool = False
-    window_base: bool = False  # layers with a window have frequencies of their own
-    softcaps: bool = False
-    scores_layers: int | None = None
-
-
-_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
-
-_DIALECTS: Mapping[str, _Dialect] = MappingProxyType(
-    {
-        "llama": _Dialect("LlamaForCausalLM"),
-        "qwen2": _Dialect("Qwen2ForCausalLM"),
-        "qwen3": _Dialect("Qwen3ForCausalLM"),
-        "phi3": _Dialect("Phi3ForCausalLM", _PHI_PARTS, window=True),
-        "gemma2": _Dialect(
-            "Gemma2ForCausalLM", _GEMMA_PARTS, _GELU, window=True, softcaps=True, scores_layers=46
-        ),
-        "gemma3": _Dialect(
-            "Gemma3ForCausalLM",
-            _GEMMA_PARTS,
-            _GELU,
-            window=True,
-            window_base=True,
-            scores_layers=62,
-        ),
-    }
-)
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_.]+)")
+_EXPERT = "{}"
 
 
 def gguf_config(path: Path) -> dict[str, object]:
@@ -132,7 +71,7 @@ def gguf_config(path: Path) -> dict[str, object]:
     fields = ConfigFields(section, {}, f"{path.name}'s metadata of {name}")
     config = _sizes(file, fields, dialect)
     config[GGUF_ARCHITECTURE] = name
-    _read_rope(file, fields, config)
+    _read_rope(file, fields, config, dialect)
     if dialect.window:
         _read_windows(fields, config, dialect)
     if dialect.softcaps:
@@ -142,46 +81,76 @@ def gguf_config(path: Path) -> dict[str, object]:
         _scale_scores(config, dialect.scores_layers)
     size = config["head_dim"]
     same = ("rope.dimension_count_swa", "attention.key_length_swa", "attention.value_length_swa")
-    fields.refuse_unread({**_NEUTRAL, **dict.fromkeys(same, size)})
+    fields.refuse_unread({**_NEUTRAL, **dialect.given, **dict.fromkeys(same, size)})
     return config
 
 
 def gguf_tensor_files(path: Path) -> TensorFiles:
-    """The file's tensors by the architecture's names. Raises ConfigError."""
+    """The file's tensors by the architecture's names, each expert's by its own. Raises ConfigError.
+
+    Files hold a projection of all experts as one tensor [E, N, C], whose experts follow each other.
+    """
     file = open_gguf(path)
     parts = _dialect(file)[1].parts
-    named = {_name(name, parts): tensor for name, tensor in file.tensors.items()}
-    tensors = {name: replace(tensor, name=name) for name, tensor in named.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for stored in file.tensors.values():
+        name = _name(stored.name, parts)
+        if _EXPERT not in name:
+            tensors[name] = replace(stored, name=name)
+            continue
+        count, shape = stored.shape[0], stored.shape[1:]
+        nbytes = stored.nbytes // count
+        for expert in range(count):
+            own, offset = name.replace(_EXPERT, str(expert)), stored.offset + expert * nbytes
+            tensors[own] = replace(stored, name=own, shape=shape, offset=offset, nbytes=nbytes)
     return TensorFiles(MappingProxyType(tensors), (file.header,))
 
 
-def _dialect(file: GgufFile) -> tuple[str, _Dialect]:
+def gguf_has_paired_heads(config: Mapping[str, object]) -> bool:
+    """Whether the rows of a file's queries and keys are in pairs, for rotation of neighbours."""
+    dialect = DIALECTS.get(str(config.get(GGUF_ARCHITECTURE)))
+    return dialect is not None and dialect.paired
+
+
+def _dialect(file: GgufFile) -> tuple[str, Dialect]:
     name = str(file.metadata.get("general.architecture", ""))
-    if name not in _DIALECTS:
+    if name == "clip":
+        raise ConfigError(
+            f"{file.path.name} holds an image encoder, which goes with a model; name the model's "
+            "own file"
+        )
+    if name not in DIALECTS:
+        near = difflib.get_close_matches(name, DIALECTS, 1)
+        hint = f", the nearest is {near[0]}" if near else ""
         raise ConfigError(
             f"{file.path.name} holds a model of architecture {name!r}; GGUF files are read for "
-            f"{', '.join(_DIALECTS)}"
+            f"{', '.join(DIALECTS)}{hint}"
         )
-    return name, _DIALECTS[name]
+    is_mixtral = name == "llama" and file.metadata.get("llama.expert_count", 0) != 0
+    return name, MIXTRAL if is_mixtral else DIALECTS[name]
 
 
 def _name(name: str, parts: Mapping[str, str]) -> str:
+    """The architecture's name; a layer's tensor that it does not know keeps its own name there."""
     module, _, kind = name.rpartition(".")
-    if module in _OUTER:
-        return f"{_OUTER[module]}.{kind}"
+    if module in OUTER_PARTS:
+        return f"{OUTER_PARTS[module]}.{kind}"
     block = _BLOCK.fullmatch(name)
-    if block is None or block[2] not in parts:
+    if block is None:
         return name
-    return f"model.layers.{block[1]}.{parts[block[2]]}.{block[3]}"
+    part = block["part"]
+    own = parts.get(part) or f"{parts.get(part.rpartition('.')[0], '')}.{kind}"
+    return f"model.layers.{block['layer']}.{part if own.startswith('.') else own}"
 
 
-def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str, object]:
+def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_size = fields.optional_integer("attention.key_length") or hidden // heads
     value_size = fields.optional_integer("attention.value_length") or head_size
     if head_size < 1:
         raise ConfigError(f"{file.path.name} has {heads} heads in {hidden} inputs")
     layers = fields.integer("block_count")
+    layers -= fields.optional_integer("nextn_predict_layers") or 0  # the last ones, for drafts
     if value_size != head_size:
         raise ConfigError(
             f"{file.path.name} has keys of {head_size} and values of {value_size}, they must agree"
@@ -190,9 +159,9 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str,
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path.name} has no token_embd.weight, so it holds no model")
+    has_qk_norm = "blk.0.attn_q_norm.weight" in file.tensors
     return {
         "architectures": [dialect.name],
-        **dialect.activation,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": fields.integer("feed_forward_length"),
@@ -207,7 +176,20 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str,
         and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _dtype(file),
+        **dialect.config,
+        **_of_keys(fields, dialect.keys),
+        **({"use_qk_norm": has_qk_norm} if dialect.optional_qk_norm else {}),
     }
+
+
+def _of_keys(fields: ConfigFields, keys: Mapping[str, str]) -> dict[str, object]:
+    """The values of a section's keys, as far as it has them, by the config's keys."""
+    found: dict[str, object] = {}
+    for theirs, ours in keys.items():
+        value = fields.value(theirs)
+        if value is not None:
+            found[ours] = _number(fields, theirs) if isinstance(value, float) else value
+    return found
 
 
 def _dtype(file: GgufFile) -> str:
@@ -220,7 +202,9 @@ def _dtype(file: GgufFile) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
-def _read_rope(file: GgufFile, fields: ConfigFields, config: dict[str, object]) -> None:
+def _read_rope(
+    file: GgufFile, fields: ConfigFields, config: dict[str, object], dialect: Dialect
+) -> None:
     """Frequencies: base, scaling, and divisors where the file has a tensor of them."""
     head_size, dim = config["head_dim"], fields.optional_integer("rope.dimension_count")
     if dim is not None and dim != head_size:
@@ -233,7 +217,8 @@ def _read_rope(file: GgufFile, fields: ConfigFields, config: dict[str, object]) 
     scaling = _read_scaling(file, fields, (dim or int(str(head_size))) // 2)
     if scaling:
         length = trained or config["max_position_embeddings"]
-        config["rope_scaling"] = {"original_max_position_embeddings": length} | scaling
+        own = dialect.yarn if scaling["rope_type"] == "yarn" else {}
+        config["rope_scaling"] = {"original_max_position_embeddings": length, **scaling, **own}
 
 
 def _read_scaling(file: GgufFile, fields: ConfigFields, num_pairs: int) -> dict[str, object]:
@@ -273,7 +258,7 @@ def _read_scaling(file: GgufFile, fields: ConfigFields, num_pairs: int) -> dict[
     return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
-def _read_windows(fields: ConfigFields, config: dict[str, object], dialect: _Dialect) -> None:
+def _read_windows(fields: ConfigFields, config: dict[str, object], dialect: Dialect) -> None:
     """Layers with a window: which ones they are, and the base of their frequencies."""
     config["sliding_window"] = fields.optional_integer("attention.sliding_window")
     pattern = fields.value("attention.sliding_window_pattern")

@@ -7,15 +7,15 @@ values come from a table (IQ4_NL, IQ4_XS, MXFP4) 8-bit ones. `w = scale * q + lo
 (q - zero)` with zero = -low / scale; a group whose scale is 0 holds `low` everywhere, which is
 quantized value 0 at scale `low` and zero -1.
 
-For architecture `llama`, llama.cpp stores queries and keys for rotation in pairs of neighbours;
-here a head's halves are rotated, so readers restore the order of rows (`gguf_paired_heads`).
+For `llama` and others, llama.cpp stores queries and keys for rotation in pairs of neighbours; here
+a head's halves are rotated, so readers restore the order of rows (`gguf_paired_heads`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quickstep.model.checkpoint.gguf_spec import GGUF_ARCHITECTURE
+from quickstep.model.checkpoint.gguf_spec import gguf_has_paired_heads
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
@@ -57,7 +57,7 @@ class GgufStorage:
 
 def gguf_paired_heads(config: Mapping[str, object], spec: ModelSpec) -> PairedHeads | None:
     """Which weights and biases, q's and k's, have the rows of each head in pairs."""
-    if config.get(GGUF_ARCHITECTURE) != "llama":
+    if not gguf_has_paired_heads(config):
         return None
 
     def head_size(name: str) -> int:

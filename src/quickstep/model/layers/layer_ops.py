@@ -22,7 +22,7 @@ class LayerOps(msgspec.Struct, frozen=True):
 
     Attributes:
         table: The op table.
-        spec: The complete model.
+        spec: The complete model, with the layer's sizes.
         own: The part of it that this rank's weights compute (`sharding.shard_spec`).
         shard: Which part that is.
         index: The layer's number, from 0.
@@ -43,9 +43,37 @@ class LayerOps(msgspec.Struct, frozen=True):
             self.table.add_lora_(y, x, module_number(self.index, projection), lora)
         return y
 
-    def rms_norm(self, x: Tensor, norm: AnyTensor) -> Tensor:
+    def norm(self, x: Tensor, weight: AnyTensor, bias: AnyTensor | None = None) -> Tensor:
         """As the architecture norms."""
-        return self.table.rms_norm(x, norm, self.spec.norm_eps, self.spec.norm_offset)
+        eps, offset = self.spec.norm_eps, self.spec.norm_offset
+        if not self.spec.layer_norm:
+            return self.table.rms_norm(x, weight, eps, offset)
+        if self.table.layer_norm is not None:
+            return self.table.layer_norm(x, weight, bias, eps, offset)
+        from quickstep.ops.reference.elementary import layer_norm  # it computes with torch
+
+        return layer_norm(x, weight, bias, eps, offset)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: AnyTensor, bias: AnyTensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum."""
+        eps, offset = self.spec.norm_eps, self.spec.norm_offset
+        if not self.spec.layer_norm:
+            return self.table.add_rms_norm(x, residual, weight, eps, offset)
+        if self.table.add_layer_norm is not None:
+            return self.table.add_layer_norm(x, residual, weight, bias, eps, offset)
+        from quickstep.ops.reference.elementary import add_layer_norm  # it computes with torch
+
+        return add_layer_norm(x, residual, weight, bias, eps, offset)
+
+    def activation(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        """The architecture's, times the factor."""
+        if self.table.activation is not None:
+            return self.table.activation(x, factor, self.spec.activation)
+        from quickstep.ops.reference.elementary import activation  # it computes with torch
+
+        return activation(x, factor, self.spec.activation)
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """x [T, N] times the sigmoid of gates [T, G], one for each of G equal parts."""
@@ -60,13 +88,16 @@ class LayerOps(msgspec.Struct, frozen=True):
         """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""
         return self._gather(x, self.shard.outputs(num_columns), num_columns)
 
-    def gather_heads(self, x: Tensor, num_heads: int) -> Tensor:
-        """x [T, n * D] of this rank's heads -> [T, num_heads * D]."""
-        return self._gather(x, self.head_columns(num_heads), num_heads * self.spec.head_size)
+    def gather_heads(self, x: Tensor, num_heads: int, size: int | None = None) -> Tensor:
+        """x [T, n * D] of this rank's heads -> [T, num_heads * D]; `size` is D where it is not the
+        spec's.
+        """
+        size = size or self.spec.head_size
+        return self._gather(x, self.head_columns(num_heads, size), num_heads * size)
 
-    def head_columns(self, num_heads: int) -> range:
+    def head_columns(self, num_heads: int, size: int | None = None) -> range:
         """Which of [T, num_heads * D] are the rank's."""
-        own, size = self.shard.heads(num_heads), self.spec.head_size
+        own, size = self.shard.heads(num_heads), size or self.spec.head_size
         return range(own.start * size, own.stop * size)
 
     def _gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:

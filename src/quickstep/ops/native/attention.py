@@ -32,7 +32,7 @@ from quickstep.ops.tensors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 576  # QS_MAX_HEAD_SIZE
 
 
 class _AttentionLayout:
@@ -54,7 +54,7 @@ class _AttentionLayout:
         self.row_offsets = (ctypes.c_int64 * len(layout.row_offsets))(*layout.row_offsets)
         self.context_lens = (ctypes.c_int64 * len(layout.context_lens))(*layout.context_lens)
         self.block_tables = layout.block_tables.contiguous()
-        self.scratch: dict[tuple[int, int, int], HostTensor] = {}
+        self.scratch: dict[tuple[int, int, int, int], HostTensor] = {}
         offsets = tuple(accumulate(map(len, layout.tails), initial=0))
         self.tail_offsets = (ctypes.c_int64 * len(offsets))(*offsets)
         self.tail_slots = (ctypes.c_int64 * offsets[-1])(*chain.from_iterable(layout.tails))
@@ -76,17 +76,24 @@ class NativeAttention:
         self._layout: _AttentionLayout | None = None
 
     def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor | None,
+        slot_mapping: Tensor,
     ) -> None:
         """`OpTable.write_kv`; a slot outside the cache raises EngineError."""
-        assert k_cache.is_contiguous() and v_cache.is_contiguous()
-        assert k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
+        assert k_cache.is_contiguous() and (v is None) == (v_cache is None)
+        if v is not None and v_cache is not None:
+            assert v_cache.is_contiguous() and k.shape == v.shape
+            assert k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
         dtype, kv_dtype = kernel_dtype(k.dtype), kv_kernel_dtype(k_cache.dtype)
         if dtype is None or kv_dtype is None:
             self._reference().write_kv(k, v, k_cache, v_cache, slot_mapping)
             return
-        assert k.shape[1:] == (k_cache.shape[2], head_size_of(k_cache)) and k.shape == v.shape
-        k, v = heads_in_place(k), heads_in_place(v)
+        assert k.shape[1:] == (k_cache.shape[2], head_size_of(k_cache))
+        k, v = heads_in_place(k), None if v is None else heads_in_place(v)
         slot_mapping = slot_mapping.contiguous()
         call = KVWriteCall(
             dtype=dtype,
@@ -96,12 +103,12 @@ class NativeAttention:
             num_tokens=k.shape[0],
             num_slots=k_cache.shape[0] * k_cache.shape[1],
             k_stride=k.stride(0),
-            v_stride=v.stride(0),
+            v_stride=0 if v is None else v.stride(0),
             k=k.data_ptr(),
-            v=v.data_ptr(),
+            v=None if v is None else v.data_ptr(),
             slots=slot_mapping.data_ptr(),
             k_cache=k_cache.data_ptr(),
-            v_cache=v_cache.data_ptr(),
+            v_cache=None if v_cache is None else v_cache.data_ptr(),
         )
         status = self._write_kv(self._context, ctypes.byref(call))
         if status:
@@ -130,7 +137,7 @@ class NativeAttention:
         self,
         q: Tensor,
         k_cache: AnyTensor,
-        v_cache: AnyTensor,
+        v_cache: AnyTensor | None,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: AnyTensor | None,
@@ -139,21 +146,24 @@ class NativeAttention:
         dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache.dtype)
         if dtype is None or kv_dtype is None or q.shape[2] > MAX_HEAD_SIZE:
             return self._reference().paged_attention(q, k_cache, v_cache, layout, params, sinks)
-        assert k_cache.is_contiguous() and v_cache.is_contiguous()
-        assert v_cache.dtype == k_cache.dtype and k_cache.shape == v_cache.shape
+        assert k_cache.is_contiguous() and (v_cache is None) == (params.value_size is not None)
+        if v_cache is not None:
+            assert v_cache.is_contiguous()
+            assert v_cache.dtype == k_cache.dtype and k_cache.shape == v_cache.shape
         assert q.shape[2] == head_size_of(k_cache)
         assert sinks is None or are_sinks(sinks, q.shape[1])
         q = heads_in_place(q)
         prepared = self._layout
         if prepared is None or prepared.layout is not layout:
             prepared = self._layout = _AttentionLayout(layout)
-        out = q.new_empty(q.shape)
+        out = q.new_empty((*q.shape[:2], params.value_size or q.shape[2]))
         call = AttentionCall(
             dtype=dtype,
             num_heads=q.shape[1],
             num_kv_heads=k_cache.shape[2],
             head_size=q.shape[2],
             kv_dtype=kv_dtype,
+            value_size=params.value_size or 0,
             q_stride=q.stride(0),
             num_rows=len(layout.context_lens),
             block_size=layout.block_size,
@@ -164,7 +174,7 @@ class NativeAttention:
             softcap=params.softcap or 0.0,
             q=q.data_ptr(),
             k_cache=k_cache.data_ptr(),
-            v_cache=v_cache.data_ptr(),
+            v_cache=None if v_cache is None else v_cache.data_ptr(),
             row_offsets=ctypes.addressof(prepared.row_offsets),
             context_lens=ctypes.addressof(prepared.context_lens),
             block_tables=prepared.block_tables.data_ptr(),
@@ -182,7 +192,7 @@ class NativeAttention:
 
     def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> HostTensor:
         """Memory for the partial results of one layout, shared by the layers (they run in turn)."""
-        key = (call.num_heads, call.num_kv_heads, call.head_size)
+        key = (call.num_heads, call.num_kv_heads, call.head_size, call.value_size)
         scratch = prepared.scratch.get(key)
         if scratch is None:
             nbytes = self._library.qs_attention_scratch_bytes(self._context, ctypes.byref(call))

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
 from quickstep.ops.native.experts import MAX_PER_TOKEN, PackedExperts
-from quickstep.ops.native.library import ACTIVATIONS, OpKind, RowsOf
+from quickstep.ops.native.library import ACTIVATIONS, UNGATED, OpKind, RowsOf
 from quickstep.ops.native.packed import (
     PackedQuantized,
     PackedWeight,
@@ -40,6 +40,7 @@ from quickstep.ops.table import (
     ExpertLoRA,
     ExpertParts,
     ExpertWeights,
+    LatentOps,
     LoRAMapping,
     MambaWeights,
     OpTable,
@@ -50,7 +51,7 @@ from quickstep.ops.table import (
     StateRows,
 )
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
-from quickstep.ops.weights import LinearWeight
+from quickstep.ops.weights import HeadWeight, LinearWeight
 
 if TYPE_CHECKING:
     import torch
@@ -364,6 +365,9 @@ class NativeRecorder:
             paged_attention=calls._paged_attention,
             move_kv=ops.move_kv,
             gated_activation=calls._gated_activation,
+            layer_norm=calls._layer_norm,
+            add_layer_norm=calls._add_layer_norm,
+            activation=calls._activation,
             logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,
             route=calls._route,
@@ -372,6 +376,7 @@ class NativeRecorder:
             short_conv=calls._short_conv,
             gated_delta=calls._gated_delta,
             mamba=calls._mamba,
+            latent=LatentOps(pack, calls._latent_keys, calls._latent_queries, calls._latent_values),
             ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
 
@@ -487,12 +492,63 @@ class NativeRecorder:
         )
         return out, total
 
+    def _layer_norm(
+        self, x: StepTensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float
+    ) -> StepTensor:
+        if x.stride(-1) != 1:
+            raise NotCapturable("a norm would have to copy its input")
+        shifted = 0 if bias is None else self._tape.fixed(bias, x.dtype)
+        inputs = (self._tape.operand(x), 0, self._tape.fixed(weight, x.dtype), shifted)
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        out, width = self._tape.like(x), x.shape[-1]
+        numbers = Numbers(
+            size=(inner, width, width), stride=(x.stride(0), inner_stride), scalar=(eps, offset)
+        )
+        self._tape.record(OpKind.LAYER_NORM, x, inputs, (out,), numbers)
+        return out
+
+    def _add_layer_norm(
+        self,
+        x: StepTensor,
+        residual: StepTensor,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[StepTensor, StepTensor]:
+        inputs = (
+            self._tape.contiguous(x),
+            self._tape.contiguous(residual),
+            self._tape.fixed(weight, x.dtype),
+            0 if bias is None else self._tape.fixed(bias, x.dtype),
+        )
+        out, total, width = self._tape.like(x), self._tape.like(x), x.shape[-1]
+        numbers = Numbers(size=(1, width, width), stride=(width, 0), scalar=(eps, offset))
+        self._tape.record(OpKind.LAYER_NORM, x, inputs, (out, total), numbers)
+        return out, total
+
+    def _activation(self, x: StepTensor, factor: StepTensor | None, kind: str) -> StepTensor:
+        if kind not in UNGATED:
+            raise NotCapturable(f"there is no native {kind} without a gate")
+        strides = [tensor.stride(1) for tensor in (x, factor) if tensor is not None]
+        if strides != [1] * len(strides):
+            raise NotCapturable("an activation would have to copy its input")
+        inputs = (self._tape.operand(x), 0 if factor is None else self._tape.operand(factor))
+        width = x.shape[1]
+        out = self._tape.new((width,), x.dtype, self._tape.rows_of(x))
+        stride = (x.stride(0), 0 if factor is None else factor.stride(0))
+        numbers = Numbers(size=(width,), stride=stride, option=UNGATED[kind])
+        self._tape.record(OpKind.ACTIVATION, x, inputs, (out,), numbers)
+        return out
+
     def _rotary(
         self, x: StepTensor, cos: StepTensor, sin: StepTensor, interleaved: bool
     ) -> StepTensor:
         if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
             raise NotCapturable("the rotary tables are not float32")
         inputs = (self._tape.heads(x), self._tape.contiguous(cos), self._tape.contiguous(sin))
+        if self._tape.ops[-1].kind == OpKind.ROTARY:
+            self._tape.keep_inputs()  # of the queries: the keys may be turned in the same loop
         out = self._tape.like(x)
         size = (x.shape[1], x.shape[2], cos.shape[1])
         numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
@@ -515,9 +571,9 @@ class NativeRecorder:
     def _write_kv(
         self,
         k: StepTensor,
-        v: StepTensor,
+        v: StepTensor | None,
         k_cache: AnyTensor,
-        v_cache: AnyTensor,
+        v_cache: AnyTensor | None,
         slot_mapping: Tensor,
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
@@ -527,27 +583,28 @@ class NativeRecorder:
         self._tape.record(
             OpKind.WRITE_KV,
             k,
-            (self._tape.heads(k), self._tape.heads(v)),
+            (self._tape.heads(k), 0 if v is None else self._tape.heads(v)),
             caches,
             Numbers(
                 size=(k.shape[1], k.shape[2], num_slots),
-                stride=(k.stride(0), v.stride(0)),
+                stride=(k.stride(0), 0 if v is None else v.stride(0)),
                 option=kv_dtype,
             ),
         )
 
-    def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor) -> tuple[tuple[int, int], int]:
-        """The addresses of a layer's caches, and how they hold heads."""
+    def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor | None) -> tuple[tuple[int, int], int]:
+        """The addresses of a layer's caches (0 for none), and how they hold heads."""
         kv_dtype = kv_kernel_dtype(k_cache.dtype)
         if kv_dtype is None:
             raise NotCapturable(f"there is no native KV cache of {k_cache.dtype}")
-        return (self._tape.fixed(k_cache), self._tape.fixed(v_cache, k_cache.dtype)), kv_dtype
+        values = 0 if v_cache is None else self._tape.fixed(v_cache, k_cache.dtype)
+        return (self._tape.fixed(k_cache), values), kv_dtype
 
     def _paged_attention(
         self,
         q: StepTensor,
         k_cache: AnyTensor,
-        v_cache: AnyTensor,
+        v_cache: AnyTensor | None,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: AnyTensor | None,
@@ -562,7 +619,8 @@ class NativeRecorder:
         # 0 is the null of the native call
         sinks_at = 0 if sinks is None else self._tape.fixed(sinks, FLOAT32)
         inputs = (self._tape.heads(q), *caches, sinks_at)
-        out = self._tape.like(q)
+        tail = (q.shape[1], params.value_size or q.shape[2])
+        out = self._tape.new(tail, q.dtype, self._tape.rows_of(q))
         num_blocks, _, num_kv_heads, _ = k_cache.shape
         self._tape.record(
             OpKind.ATTENTION,
@@ -571,7 +629,7 @@ class NativeRecorder:
             (out,),
             Numbers(
                 size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
-                stride=(q.stride(0),),
+                stride=(q.stride(0), params.value_size or 0),
                 scalar=(params.scale, params.softcap or 0.0),
                 option=kv_dtype,
             ),
@@ -579,18 +637,24 @@ class NativeRecorder:
         return out
 
     def _route(
-        self, scores: StepTensor, rule: RoutingRule, selection_bias: AnyTensor | None
+        self,
+        scores: StepTensor,
+        rule: RoutingRule,
+        selection_bias: AnyTensor | None,
+        factors: AnyTensor | None = None,
     ) -> Routing:
         per_token = rule.per_token
         if per_token > MAX_PER_TOKEN:
             raise NotCapturable("a token has more experts than the native kernel chooses")
         bias = 0 if selection_bias is None else self._tape.fixed(selection_bias, FLOAT32)
-        inputs = (self._tape.contiguous(scores), bias)
+        of_experts = 0 if factors is None else self._tape.fixed(factors, FLOAT32)
+        inputs = (self._tape.contiguous(scores), bias, of_experts)
         rows = self._tape.rows_of(scores)
         chosen = self._tape.new((per_token,), INT64, rows)
         weights = self._tape.new((per_token,), FLOAT32, rows)
         size = (scores.shape[1], per_token, rule.num_groups, rule.groups_per_token, rule.sigmoid)
-        numbers = Numbers(size=size, scalar=(rule.scale,), option=int(rule.normalise))
+        scalar = (rule.scale, rule.counted_per_group)
+        numbers = Numbers(size=size, scalar=scalar, option=int(rule.normalise))
         self._tape.record(OpKind.ROUTE, scores, inputs, (chosen, weights), numbers)
         return Routing(_as_tensor(chosen), _as_tensor(weights))
 
@@ -703,6 +767,65 @@ class NativeRecorder:
         outputs = (out, self._tape.fixed(states, FLOAT32))
         numbers = Numbers(size=tuple(states.shape))
         self._tape.record(OpKind.MAMBA, x, inputs, outputs, numbers)
+        return out
+
+    def _latent_keys(
+        self,
+        x: StepTensor,
+        weight: AnyTensor,
+        eps: float,
+        cos: StepTensor,
+        sin: StepTensor,
+        interleaved: bool,
+    ) -> StepTensor:
+        if x.stride(1) != 1:
+            raise NotCapturable("a norm would have to copy its input")
+        turns = self._turns(cos, sin)
+        inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype), *turns)
+        out = self._tape.new((1, x.shape[1]), x.dtype, self._tape.rows_of(x))
+        size = (weight.shape[0], cos.shape[1])
+        option = int(interleaved)
+        numbers = Numbers(size=size, stride=(x.stride(0),), scalar=(eps,), option=option)
+        self._tape.record(OpKind.LATENT_KEYS, x, inputs, (out,), numbers)
+        return out
+
+    def _latent_queries(
+        self,
+        q: StepTensor,
+        weight: HeadWeight,
+        cos: StepTensor,
+        sin: StepTensor,
+        interleaved: bool,
+    ) -> StepTensor:
+        turns = self._turns(cos, sin)
+        return self._multiply_heads(q, weight, turns, cos.shape[1], int(interleaved))
+
+    def _latent_values(self, x: StepTensor, weight: HeadWeight) -> StepTensor:
+        return self._multiply_heads(x, weight, (0, 0), 0, 0)
+
+    def _turns(self, cos: StepTensor, sin: StepTensor) -> tuple[Operand, Operand]:
+        if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
+            raise NotCapturable("the rotary tables are not float32")
+        return self._tape.contiguous(cos), self._tape.contiguous(sin)
+
+    def _multiply_heads(
+        self,
+        x: StepTensor,
+        weight: HeadWeight,
+        turns: tuple[Operand | int, Operand | int],
+        half: int,
+        option: int,
+    ) -> StepTensor:
+        packed = weight.data
+        if not isinstance(packed, PackedWeight) or packed.dtype != x.dtype:
+            raise NotCapturable("a weight of heads has no native kernel for these activations")
+        self._tape.kept.append(packed)
+        inputs = (self._tape.heads(x), packed.handle, *turns)
+        tail = (weight.num_heads, weight.num_outputs + 2 * half)
+        out = self._tape.new(tail, x.dtype, self._tape.rows_of(x))
+        size, stride = (weight.num_heads, weight.num_outputs, half), (x.stride(0), x.shape[2])
+        numbers = Numbers(size=size, stride=stride, option=option)
+        self._tape.record(OpKind.HEAD_LINEAR, x, inputs, (out,), numbers)
         return out
 
     def _mapping(self, x: StepTensor) -> LoRAMapping:

@@ -54,14 +54,14 @@ class _Group(msgspec.Struct, frozen=True):
 def paged_attention(
     q: Tensor,
     k_cache: AnyTensor,
-    v_cache: AnyTensor,
+    v_cache: AnyTensor | None,
     layout: PagedLayout,
     params: AttentionParams,
     sinks: AnyTensor | None,
 ) -> Tensor:
-    """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D]."""
-    out = torch.empty_like(q)
-    caches = (to_torch(k_cache), to_torch(v_cache))
+    """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D], or as wide as values are."""
+    out = q.new_empty(*q.shape[:2], params.value_size or q.shape[2])
+    caches = (to_torch(k_cache), None if v_cache is None else to_torch(v_cache))
     sinks = None if sinks is None else to_torch(sinks)
     for group in _groups(q, caches[0], layout, params.window):
         attended = _attend(q[group.tokens], group, caches, layout, params, sinks)
@@ -134,7 +134,7 @@ def _group(
 def _attend(
     q: Tensor,
     group: _Group,
-    caches: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor | None],
     layout: PagedLayout,
     params: AttentionParams,
     sinks: Tensor | None,
@@ -159,19 +159,21 @@ def _attend(
     ]
     peak = torch.stack([tile.amax(-1) for tile in scores]).amax(0).unsqueeze(-1)
     total = torch.zeros_like(peak)
-    out = torch.zeros_like(q)
+    value_size = params.value_size or head_size
+    out = q.new_zeros(*q.shape[:-1], value_size)
     for tile, mask, score in zip(slots, hidden, scores, strict=True):
         p = round_to_multiple(exp_nonpositive(score - peak), _PROBABILITY_QUANTUM)
         p.masked_fill_(mask, 0.0)
         total += p.sum(-1, keepdim=True)
-        out += _weighted_values(p, mask, _gather(caches[1], tile))
+        held = caches[0] if caches[1] is None else caches[1]
+        out += _weighted_values(p, mask, _gather(held, tile)[..., :value_size])
     if sinks is None:
         out /= total
     else:
         per_query = sinks.double().view(num_kv_heads, per_kv_head, 1)
         per_query = per_query.expand(-1, -1, num_queries).reshape(1, num_kv_heads, -1, 1)
         out = _with_sinks(out, total, per_query - peak)
-    out = out.view(num_rows, num_kv_heads, per_kv_head, num_queries, head_size)
+    out = out.view(num_rows, num_kv_heads, per_kv_head, num_queries, value_size)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -237,15 +239,22 @@ def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 def move_kv(kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
     """Copy flat KV slots of all layers in order, each pair from its first to its second."""
-    for cache in map(to_torch, (*kv.keys, *kv.values)):
+    for cache in map(to_torch, kv.tensors):
         slots = cache.view(-1, *cache.shape[2:])
         for source, target in moves:
             slots[target] = slots[source]
 
 
 def write_kv(
-    k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor | None,
+    k_cache: AnyTensor,
+    v_cache: AnyTensor | None,
+    slot_mapping: Tensor,
 ) -> None:
     """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
-    for heads, cache in ((k, to_torch(k_cache)), (v, to_torch(v_cache))):
+    for heads, held in ((k, k_cache), (v, v_cache)):
+        if heads is None or held is None:
+            continue
+        cache = to_torch(held)
         cache.view(-1, *cache.shape[2:])[slot_mapping] = store_heads(heads, cache.dtype)

@@ -13,9 +13,9 @@ class BlockBytes:
     """The bytes of blocks in a KV cache on the host."""
 
     def __init__(self, kv: KVCache) -> None:
-        tensors = [tensor for pair in zip(kv.keys, kv.values, strict=True) for tensor in pair]
+        pairs = zip(kv.keys, kv.values, strict=True)
         arrays: list[Array] = []
-        for tensor in tensors:
+        for tensor in (tensor for pair in pairs for tensor in pair if tensor is not None):
             if not isinstance(tensor, HostTensor) and tensor.device.type != "cpu":
                 raise EngineError("KV blocks are moved on CPUs only")
             arrays.append(to_numpy(tensor))
@@ -27,5 +27,5 @@ class BlockBytes:
         return sum(layer.shape[1] for layer in self._layers)
 
     def of(self, block_id: int) -> list[memoryview]:
-        """The block in each layer, K then V, to be read or written."""
+        """The block in each layer, K then V if it has one, to be read or written."""
         return [memoryview(layer[block_id].data) for layer in self._layers]

@@ -47,18 +47,19 @@ def allocate_kv(
     """
     num_blocks += device.type != "cpu"
 
-    def tensors() -> tuple[AnyTensor, ...]:
-        return tuple(
-            _zeros((num_blocks, block_size, *heads), layout.dtype, device)
-            for heads in layout.head_shapes
-        )
+    def tensor(heads: tuple[int, int]) -> AnyTensor:
+        return _zeros((num_blocks, block_size, *heads), layout.dtype, device)
 
+    values = tuple(
+        tensor(heads) if size.has_values else None
+        for size, heads in zip(layout.sizes, layout.head_shapes, strict=True)
+    )
     float32 = FLOAT32 if isinstance(layout.dtype, DType) else torch_dtype(FLOAT32)
     kept = tuple(
         _zeros((states.num_slots, size.num_elements(states.num_records)), float32, device)
         for size in layout.states
     )
-    return KVCache(tensors(), tensors(), kept)
+    return KVCache(tuple(map(tensor, layout.head_shapes)), values, kept)
 
 
 def _zeros(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
 import msgspec
@@ -70,8 +70,12 @@ def _count(value: object) -> int:
     return value if type(value) is int and 0 <= value < 2**40 else 0
 
 
-async def forward(body: bytes, chain: Chain, bill: Bill) -> Response:
-    """The response of the chain's upstream. Raises UpstreamFailed while no byte is sent."""
+async def forward(
+    body: bytes, chain: Chain, bill: Bill, state: MutableMapping[str, Any]
+) -> Response:
+    """The response of the chain's upstream. Raises UpstreamFailed while no byte is sent; a later
+    failure is noted in the request's state.
+    """
     client, path = chain.upstream, chain.path
     assert client is not None and path is not None, "the chain has chosen an upstream"
     fields = {name: value for name, value in msgspec.json.decode(body).items() if name in _FIELDS}
@@ -89,7 +93,7 @@ async def forward(body: bytes, chain: Chain, bill: Bill) -> Response:
     except BaseException:
         await bill.close()
         raise
-    frames = _frames(first, contents, bill, bool(options.get("include_usage")))
+    frames = _frames(first, contents, bill, bool(options.get("include_usage")), state)
 
     async def close() -> None:
         await contents.aclose()
@@ -103,6 +107,7 @@ async def _frames(
     contents: AsyncGenerator[dict[str, Any], None],
     bill: Bill,
     has_usage: bool,
+    state: MutableMapping[str, Any],
 ) -> AsyncGenerator[bytes, None]:
     """The upstream's chunks in this server's framing; a failure is the last event."""
     try:
@@ -115,5 +120,6 @@ async def _frames(
             if content["choices"] or has_usage:
                 yield data_frame(content)
     except EngineError as error:  # the status is sent already
+        state["has_failed"] = True
         yield data_frame(error_of(error)[1])
     yield DONE

@@ -243,7 +243,9 @@ class GeneratingRoute:
         chain.is_counted = True
         bill = Bill(server.limiter, reservation, caller, price or Price())
         try:
-            return await unless_disconnected(request.receive, forward(body, chain, bill))
+            return await unless_disconnected(
+                request.receive, forward(body, chain, bill, request.scope["state"])
+            )
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 

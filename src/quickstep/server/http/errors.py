@@ -63,8 +63,8 @@ STATUSES: Mapping[int, Status] = {
     409: Status(
         _REQUEST,
         None,
-        "Replicas are being changed already, or no other one serves; or the response to repeat is "
-        "lost.",
+        "Replicas are being changed already, or no other one serves; the response to repeat is "
+        "lost; or another request has cancelled this one.",
         False,
     ),
     413: Status(_REQUEST, "request_too_large", "The body is too large."),

@@ -91,6 +91,10 @@ async def kept_response(
             if earlier is not None:
                 await streams.cancel(earlier)
                 streams.forget(earlier)
+        # the same request may have come while an earlier one was cancelled
+        stream = _repeated(streams, names, digest)
+        is_repeat = stream is not None
+    if stream is None:
         run = partial(_run, request.scope, answer)
         stream = streams.start(names, run, request.scope["state"], digest)
     return await followed(request, stream, is_repeat=is_repeat)

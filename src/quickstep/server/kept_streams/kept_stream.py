@@ -16,6 +16,7 @@ bytes of its largest one. An ended stream is forgotten after `kept_s`. Owned by 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from quickstep.server.http.errors import error_body
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, data_frame
 from quickstep.server.options import KeptStreamOptions
 
+_LOG = logging.getLogger("quickstep.server")
 _STREAM_BYTES = 1024  # of the objects of one stream, in addition to its content
 _BLANK_LINE = b"\n\n"
 _REPORTED = ("ignored", "fallback")  # in headers of the middleware
@@ -182,7 +184,7 @@ class KeptStream:
             code="stream_offset_lost",
         )
 
-    async def readers(self, num_bytes: int) -> None:
+    async def wait_for_readers(self, num_bytes: int) -> None:
         """Wait until every reader is at most so many bytes behind: a connection that reads too
         slowly is cut, which ends its reader (`http.protocol`).
         """
@@ -278,6 +280,7 @@ class KeptStreams:
         self._by_name: dict[StreamName, KeptStream] = {}
         self._by_owner: dict[str, dict[KeptStream, None]] = {}  # in the order of their starts
         self._tasks: dict[KeptStream, asyncio.Task[None]] = {}
+        self._expiries: dict[KeptStream, asyncio.TimerHandle] = {}
         self._bytes_of: dict[str, int] = {}  # by owner
         self.num_streams = 0
         self.num_bytes = 0
@@ -350,6 +353,9 @@ class KeptStreams:
         if stream not in streams:
             return
         del streams[stream]
+        expiry = self._expiries.pop(stream, None)
+        if expiry is not None:  # it would hold the stream in memory
+            expiry.cancel()
         self.num_streams -= 1
         self._add_bytes(stream.owner, -_STREAM_BYTES - stream.num_kept)
         if not streams:
@@ -374,7 +380,7 @@ class KeptStreams:
             else:
                 self._append(stream, message.get("body", b""))
                 if stream.num_kept > self._options.stream_bytes:
-                    await stream.readers(self._options.stream_bytes)
+                    await stream.wait_for_readers(self._options.stream_bytes)
                     self._drop(stream, self._options.stream_bytes)
 
         error: Exception | None = None
@@ -388,13 +394,16 @@ class KeptStreams:
                 error = RequestError("the request was cancelled", status=409)
         except Exception as raised:  # the task's top: the request that began it raises it
             error = raised
+            if stream.status is not None:
+                _LOG.error("a response failed after it had begun", exc_info=raised)
         finally:
             self._tasks.pop(stream, None)
             stream.end(error)
             if error is not None or stream.num_kept > self._options.stream_bytes:
                 self.forget(stream)
-            else:
-                asyncio.get_running_loop().call_later(self._options.kept_s, self.forget, stream)
+            elif stream in self._by_owner.get(stream.owner, ()):
+                loop = asyncio.get_running_loop()
+                self._expiries[stream] = loop.call_later(self._options.kept_s, self.forget, stream)
 
     def _append(self, stream: KeptStream, chunk: bytes) -> None:
         before = stream.num_bytes
@@ -413,15 +422,21 @@ class KeptStreams:
         """Count new bytes of a stream, and make room for them."""
         self._add_bytes(stream.owner, num_bytes)
         while self.num_bytes > self._options.total_bytes:
-            largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
-            streams = self._by_owner[largest]
-            ended = [each for each in streams if each.ended_at is not None]
-            if ended:
-                self.forget(min(ended, key=_end))
-                continue
-            victim = max(streams, key=lambda each: each.num_kept)
-            if not self._drop(victim, victim.num_kept // 2):
-                return  # each has its last chunk only
+            owners = sorted(self._bytes_of, key=self._bytes_of.__getitem__, reverse=True)
+            if not any(map(self._free_some, owners)):
+                return  # each stream is written and has its last chunk only
+
+    def _free_some(self, owner: str) -> bool:
+        """Forget the owner's stream that ended first, else drop half of its largest one; False if
+        nothing of it can go.
+        """
+        streams = self._by_owner[owner]
+        first = min(streams, key=_end)
+        if first.ended_at is not None:
+            self.forget(first)
+            return True
+        largest = max(streams, key=lambda each: each.num_kept)
+        return self._drop(largest, largest.num_kept // 2) > 0
 
     def _add_bytes(self, owner: str, num_bytes: int) -> None:
         self._bytes_of[owner] = self._bytes_of.get(owner, 0) + num_bytes

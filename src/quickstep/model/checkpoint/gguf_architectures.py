@@ -1,0 +1,186 @@
+"""How each `general.architecture` of GGUF is written: the table behind `gguf_spec`.
+
+An entry names the architecture whose config the file was converted from, the tensors that it calls
+otherwise, and the keys of its section that are a key of that config. Facts are those of llama.cpp's
+converter and of its graphs: what a graph assumes, the file does not say (`config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+# `{}` is the number of an expert: files hold those of a layer as one tensor, expert by expert.
+_STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }
+)
+_GEMMA_PARTS = {
+    **_STANDARD_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI_PARTS = {
+    **_STANDARD_PARTS,
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_OLMO2_PARTS = {
+    **_STANDARD_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL_PARTS = {
+    **_STANDARD_PARTS,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_GLM_PARTS = {
+    **_STANDARD_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+_GPT_OSS_PARTS = {
+    **_STANDARD_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "attn_sinks.weight": "self_attn.sinks",
+}
+OUTER_PARTS = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+}
+_EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERT_KEYS = {**_EXPERT_KEYS, "expert_count": "num_local_experts"}
+_SILU: Mapping[str, object] = MappingProxyType({"hidden_act": "silu"})
+_GELU: Mapping[str, object] = MappingProxyType({"hidden_activation": "gelu_pytorch_tanh"})
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """How one `general.architecture` is written.
+
+    Attributes:
+        name: The architecture.
+        parts: Modules of a layer, or tensors with their ending, in the architecture's names.
+        config: What llama.cpp's graph assumes, as keys of the config.
+        keys: Keys of the file's section, and of the config.
+        given: Keys of the file's section that have one value only.
+        paired: The rows of queries and keys are in pairs, for rotation of neighbours.
+        window: Layers may have a window.
+        window_base: Layers with a window have frequencies of their own.
+        softcaps: Attention and logits have soft-caps.
+        yarn: What the model's YaRN differs in, as keys of the config's `rope_scaling`.
+        scores_layers: Layers of the one size of the family whose scores are scaled by hidden size /
+            heads instead of the head size (Gemma).
+        optional_qk_norm: Queries and keys have norms where the file has them.
+    """
+
+    name: str
+    parts: Mapping[str, str] = msgspec.field(default_factory=lambda: _STANDARD_PARTS)
+    config: Mapping[str, object] = msgspec.field(default_factory=lambda: _SILU)
+    keys: Mapping[str, str] = msgspec.field(default_factory=dict)
+    given: Mapping[str, object] = msgspec.field(default_factory=dict)
+    paired: bool = False
+    window: bool = False
+    window_base: bool = False
+    softcaps: bool = False
+    yarn: Mapping[str, object] = msgspec.field(default_factory=dict)
+    scores_layers: int | None = None
+    optional_qk_norm: bool = False
+
+
+MIXTRAL = Dialect("MixtralForCausalLM", _MIXTRAL_PARTS, keys=_LOCAL_EXPERT_KEYS, paired=True)
+
+DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+    {
+        "llama": Dialect("LlamaForCausalLM", paired=True),
+        "qwen2": Dialect("Qwen2ForCausalLM"),
+        "qwen3": Dialect("Qwen3ForCausalLM"),
+        "qwen3moe": Dialect(
+            "Qwen3MoeForCausalLM",
+            config={**_SILU, "norm_topk_prob": True},
+            keys={**_EXPERT_KEYS, "expert_feed_forward_length": "moe_intermediate_size"},
+            given={"expert_weights_norm": True, "expert_weights_scale": 1.0},
+        ),
+        "phi3": Dialect("Phi3ForCausalLM", _PHI_PARTS, window=True),
+        "gemma2": Dialect(
+            "Gemma2ForCausalLM", _GEMMA_PARTS, _GELU, window=True, softcaps=True, scores_layers=46
+        ),
+        "gemma3": Dialect(
+            "Gemma3ForCausalLM",
+            _GEMMA_PARTS,
+            _GELU,
+            window=True,
+            window_base=True,
+            scores_layers=62,
+        ),
+        "olmo2": Dialect("Olmo2ForCausalLM", _OLMO2_PARTS),
+        "olmoe": Dialect(
+            "OlmoeForCausalLM",
+            config={**_SILU, "norm_topk_prob": False},
+            keys=_EXPERT_KEYS,
+        ),
+        "granite": Dialect(
+            "GraniteForCausalLM",
+            keys={
+                "attention.scale": "attention_multiplier",
+                "embedding_scale": "embedding_multiplier",
+                "residual_scale": "residual_multiplier",
+                "logit_scale": "logits_scaling",
+            },
+            paired=True,
+        ),
+        "smollm3": Dialect(
+            "SmolLM3ForCausalLM", config={**_SILU, "no_rope_layer_interval": 4}, paired=True
+        ),
+        "glm4moe": Dialect(
+            "Glm4MoeForCausalLM",
+            _GLM_PARTS,
+            keys={
+                "expert_count": "n_routed_experts",
+                "expert_used_count": "num_experts_per_tok",
+                "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_shared_count": "n_shared_experts",
+                "leading_dense_block_count": "first_k_dense_replace",
+                "expert_weights_scale": "routed_scaling_factor",
+                "expert_weights_norm": "norm_topk_prob",
+                "expert_group_count": "n_group",
+                "expert_group_used_count": "topk_group",
+            },
+            given={"expert_gating_func": 2},  # sigmoid
+            optional_qk_norm=True,
+        ),
+        "gpt-oss": Dialect(
+            "GptOssForCausalLM",
+            _GPT_OSS_PARTS,
+            config={**_SILU, "rope_parameters": None},
+            keys=_LOCAL_EXPERT_KEYS | {"expert_feed_forward_length": "intermediate_size"},
+            window=True,
+            yarn={"truncate": False},
+        ),
+    }
+)

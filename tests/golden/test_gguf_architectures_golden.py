@@ -1,0 +1,128 @@
+"""GGUF files of each architecture, as llama.cpp's converter writes them, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf_twins import write_twin
+from golden_cases import VOCAB, Case, rope
+from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.weights import open_weights
+from quickstep.model.spec import read_spec
+
+GPT_OSS = Case("gpt-oss", "GptOss", {
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 24,
+} | rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False))  # fmt: skip
+GLM = Case("glm4moe", "Glm4Moe", {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "n_shared_experts": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    "use_qk_norm": True, "attention_bias": True, "head_dim": 24, "first_k_dense_replace": 1,
+} | rope("default", partial_rotary_factor=0.5))  # fmt: skip
+QWEN3_MOE = Case("qwen3moe", "Qwen3Moe", {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+    "norm_topk_prob": True, "head_dim": 24,
+})  # fmt: skip
+# the case, its section beside the sizes, whether queries and keys are in pairs
+TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
+    ("qwen3moe", QWEN3_MOE, {}, False),
+    (
+        "olmoe",
+        Case("olmoe", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False}
+             | {"num_key_value_heads": 4}),
+        {},
+        False,
+    ),
+    (
+        "llama",
+        Case("mixtral", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+        {},
+        True,
+    ),
+    ("olmo2", Case("olmo2", "Olmo2"), {}, False),
+    (
+        "granite",
+        Case("granite", "Granite", {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        }),
+        {
+            ".attention.scale": 0.2,
+            ".embedding_scale": 3.0,
+            ".residual_scale": 0.4,
+            ".logit_scale": 0.5,
+        },
+        True,
+    ),
+    ("smollm3", Case("smollm3", "SmolLM3", {"num_hidden_layers": 5}), {}, True),
+    (
+        "glm4moe",
+        GLM,
+        {
+            ".expert_shared_count": 2,
+            ".leading_dense_block_count": 1,
+            ".expert_gating_func": 2,
+            ".expert_weights_scale": 1.5,
+            ".expert_weights_norm": True,
+        },
+        False,
+    ),
+    (
+        "gpt-oss",
+        GPT_OSS,
+        {
+            ".expert_feed_forward_length": 96,
+            ".rope.scaling.type": "yarn",
+            ".rope.scaling.factor": 4.0,
+            ".rope.scaling.original_context_length": 64,
+        },
+        False,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case", "section", "paired"), TWINS, ids=lambda x: str(x)[:12]
+)
+def test_a_file_computes_what_its_checkpoint_does(
+    architecture: str, case: Case, section: dict[str, object], paired: bool, tmp_path: Path
+) -> None:
+    reference = case.save(tmp_path)
+    path = tmp_path / "twin.gguf"
+    write_twin(tmp_path, path, architecture, section, paired=paired)
+    model = load(path, dtype="float32")
+    prompts = random_prompts(PROMPT_LENS, VOCAB)
+    assert_same_as_transformers(model, reference, prompts, case.atol)
+
+
+def test_experts_keep_the_types_of_their_tensor(tmp_path: Path) -> None:
+    QWEN3_MOE.save(tmp_path)
+    path = tmp_path / "mixed.gguf"
+    kinds = {"ffn_gate_exps": Kind.Q8_0, "ffn_up_exps": Kind.Q4_0, "ffn_down_exps": Kind.Q8_0}
+    write_twin(tmp_path, path, "qwen3moe", {}, paired=False, kinds=kinds)
+    weights = open_weights(path, read_spec(path))
+    tensor = weights.files.tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    assert (tensor.dtype, tensor.shape) == ("Q4_0", (64, 64))
+    load(path, dtype="float32")
+
+
+def test_layers_that_draft_are_not_used(tmp_path: Path) -> None:
+    GLM.save(tmp_path)
+    path = tmp_path / "mtp.gguf"
+    section = dict(TWINS[6][2]) | {".nextn_predict_layers": 1}
+    write_twin(tmp_path, path, "glm4moe", section, paired=False)
+    spec = read_spec(path)
+    assert spec.num_layers == 2
+    unused = open_weights(path, spec).unused()
+    assert "model.layers.2.mlp.experts.0.up_proj.weight" in unused
+
+
+def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
+    QWEN3_MOE.save(tmp_path)
+    path = tmp_path / "new.gguf"
+    write_twin(tmp_path, path, "qwen3vlmoe", {}, paired=False)
+    with pytest.raises(ConfigError, match=r"architecture 'qwen3vlmoe'.*the nearest is qwen3moe"):
+        read_spec(path)
