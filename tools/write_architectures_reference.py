@@ -21,6 +21,7 @@ from quickstep.model.architectures import (  # noqa: E402
     Architecture,
 )
 from quickstep.model.decoder_spec import NormPlacement, QKNorm  # noqa: E402
+from quickstep.model.encoders.encoder_spec import ENCODERS  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 HEAD = """# Architectures
@@ -42,6 +43,15 @@ left out; a request with an image is answered with 400. Where images have positi
 (M-RoPE), text has the same one in each, so that its rotation is the ordinary one.
 
 | `architectures` | text part, where `text_config` does not say |
+|---|---|
+"""
+ENCODING = """
+## Encoders
+
+Their tokens see those after them too, so they generate nothing: they embed texts, score pairs and
+classify ([embeddings](../guide/embeddings.md)). They run with PyTorch and the native products.
+
+| `architectures` | gives |
 |---|---|
 """
 
@@ -88,7 +98,11 @@ def text() -> str:
     wrapped = "".join(f"| `{name}` | `{inner}` |\n" for name, inner in WRAPPERS.items())
     own = [name for name in ARCHITECTURES if name.endswith("ForConditionalGeneration")]
     wrapped += "".join(f"| `{name}` | its own |\n" for name in own)
-    return HEAD + "".join(rows()) + WRAPPED + wrapped
+    encoders = "".join(
+        f"| `{name}` | {'classes' if has_head else 'vectors'} |\n"
+        for name, (_, has_head) in ENCODERS.items()
+    )
+    return HEAD + "".join(rows()) + WRAPPED + wrapped + ENCODING + encoders
 
 
 def main() -> int:

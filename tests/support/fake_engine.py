@@ -286,7 +286,11 @@ class FakeStream:
 
 
 SCORES_PAIRS = Retrieval(
-    scoring=Scoring.TOKENS, true_token_id=121, false_token_id=110, prompts={"query": "Q: "}
+    scoring=Scoring.TOKENS,
+    true_token_id=121,
+    false_token_id=110,
+    prompts={"query": "Q: "},
+    labels=("no", "yes"),  # as many as a vector has numbers
 )
 
 

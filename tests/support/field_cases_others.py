@@ -7,12 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
-from fake_engine import FakeEngine
 from field_effects import (
     ARRAY,
     LORA_CASE,
@@ -29,7 +27,6 @@ from field_effects import (
     unknown_model,
 )
 
-from quickstep.engine.retrieval.card import Retrieval
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.fields.shared_fields import LoRAScale
@@ -144,7 +141,6 @@ def reads(text: bytes) -> Any:
     return lambda seen: text in bytes(seen.submitted.prompt)
 
 
-NOT_GIVEN = {"text_1": None, "text_2": None}
 PAIRS: dict[str, Any] = {
     "model": ("second", lambda seen: seen.answer["model"] == "second"),
     "instruction": ("find it", reads(b"<Instruct>: find it")),
@@ -161,11 +157,6 @@ PAIRS: dict[str, Any] = {
 CLASSIFIED = ("model", "user", "priority", "cache_salt", "timeout_s")
 
 
-def classifier() -> FakeEngine:
-    """With two classes, as many as its vectors have numbers."""
-    return FakeEngine(retrieval=Retrieval(is_encoder=True, labels=("no", "yes")))
-
-
 RERANK: Cases = cases(
     query=("which", reads(b"<Query>: which")),
     documents=(["this one"], reads(b"<Document>: this one")),
@@ -177,18 +168,7 @@ SCORE: Cases = cases(
     text_1=("which", reads(b"<Query>: which")),
     text_2=(["this one"], reads(b"<Document>: this one")),
     **PAIRS,
-) | {
-    "queries": Case(
-        None,
-        reads(b"<Query>: which"),
-        whole={**NOT_GIVEN, "queries": "which", "documents": "b"},
-    ),
-    "documents": Case(
-        None,
-        reads(b"<Document>: this one"),
-        whole={**NOT_GIVEN, "queries": "which", "documents": "this one"},
-    ),
-}
+)
 TEMPLATE: Cases = {
     **cases(
         messages=(USER, shown("user: yo")),
@@ -282,19 +262,15 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     RerankRequest: RERANK,
     ScoreRequest: SCORE,
     ClassifyRequest: {
-        name: replace(case, engine=classifier)
-        for name, case in cases(
+        **cases(
             input=("ab", lambda seen: seen.submitted.prompt == (1, 97, 98)),
             **{name: value for name, value in PAIRS.items() if name in CLASSIFIED},
-        ).items()
-    }
-    | {
+        ),
         "truncate_prompt_tokens": Case(
             2,
             lambda seen: seen.submitted.prompt == (1, 97),
             beside={"input": "abc"},
-            engine=classifier,
-        )
+        ),
     },
     TextDocument: {
         "text": Case(

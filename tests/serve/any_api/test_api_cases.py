@@ -62,8 +62,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | suffix\ (is\ not\ supported|needs\ a\ prompt)
     | echo\ cannot\ go
     | (documents|text_[12])\ is\ (an\ empty\ list|missing)|input_type\ is
-    | fake\ has\ no\ classification\ head
-    | send\ (text_[12]|one)|(text_1|queries)\ has
+    | text_1\ has
     | dimensions\ is\ .*\ the\ model's\ embeddings\ have
     | input\ is\ (missing|empty)
     | input\[\d+\]\.(arguments|encrypted_content)

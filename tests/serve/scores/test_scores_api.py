@@ -117,7 +117,7 @@ def test_a_model_with_a_pooling_compares_embeddings_with_its_own_prompts() -> No
 
 def test_pairs_of_two_lists_are_scored_one_by_one() -> None:
     for engine in (FakeEngine(), FakeEngine(retrieval=COSINE)):
-        body = {"queries": ["a", "bbb"], "documents": ["cc", "d"]}
+        body = {"text_1": ["a", "bbb"], "text_2": ["cc", "d"]}
         answer = post(SCORE, body, engine).json()
         assert [item["index"] for item in answer["data"]] == [0, 1]
         assert answer["object"] == "list" and answer["data"][0]["object"] == "score"
@@ -174,7 +174,7 @@ def test_the_first_pair_goes_ahead_of_those_that_share_its_beginning(
         (RERANK, {"query": "a", "documents": ["b"] * 5}, "documents"),
         (RERANK, {"query": "a", "documents": ["b"], "timeout_s": 0}, "timeout_s"),
         (SCORE, {"text_1": "a"}, "text_2"),
-        (SCORE, {"text_1": "a", "queries": "a", "text_2": "b"}, "text_1"),
+        (SCORE, {"text_1": [], "text_2": "b"}, "text_1"),
         (SCORE, {"text_1": ["a", "b"], "text_2": ["b"]}, "text_1"),
         (SCORE, {"text_1": "a", "text_2": []}, "text_2"),
         (SCORE, {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": -2}, None),
@@ -207,7 +207,7 @@ def test_the_classes_of_texts_are_in_order_and_probabilities_add_up() -> None:
         assert sum(found["probs"]) == pytest.approx(1)
         assert found["label"] == ("no" if math.cos(angle) > math.sin(angle) else "yes")
     assert answer["usage"]["total_tokens"] == sum(len(item.prompt) for item in engine.submitted)
-    refused = post("/v1/classify", {"input": "a"})
+    refused = post("/v1/classify", {"input": "a"}, FakeEngine(retrieval=COSINE))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "model"
     assert post("/v1/classify", {"input": []}, engine).json()["error"]["param"] == "input"
     one = FakeEngine(retrieval=Retrieval(scoring=Scoring.CLASS, labels=("relevant",)))

@@ -255,10 +255,8 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         },
         ClassifyRequest: {"input": _pairs(limits), **_of_prompt_runs(facts)},
         ScoreRequest: {
-            "text_1": _pairs(limits),
+            "text_1": {"minItems": 1},  # as many as in text_2, or one
             "text_2": _pairs(limits),
-            "queries": _pairs(limits),
-            "documents": _pairs(limits),
             **_of_prompt_runs(facts),
         },
         BatchRequest: {"metadata": _metadata(limits)},

@@ -150,11 +150,10 @@ class Scores:
         fields = await model.server.lanes.of(caller).parse(
             len(body), lambda: reader.decode(body, ScoreRequest)
         )
-        queries, query_field = _texts(fields, "text_1", "queries")
-        documents, document_field = _texts(fields, "text_2", "documents")
-        for name, texts in ((query_field, queries), (document_field, documents)):
+        queries, documents = _texts(fields.text_1), _texts(fields.text_2)
+        for name, texts in (("text_1", queries), ("text_2", documents)):
             bounded(name, len(texts), model.server.limits.prompts, "entries")
-        pairs = Pairs(queries, documents, query_field, document_field)
+        pairs = Pairs(queries, documents, "text_1", "text_2")
         scored = await self._scored(request, model, fields, pairs)
         return ScoreList(
             f"score-{secrets.token_hex(16)}",
@@ -174,7 +173,7 @@ class Scores:
             len(body), lambda: reader.decode(body, ClassifyRequest)
         )
         body_parsed(request)
-        texts = [fields.input] if isinstance(fields.input, str) else fields.input
+        texts = _texts(fields.input)
         bounded("input", len(texts), model.server.limits.prompts, "entries")
         engine, server, labels = model.engine, model.server, model.engine.retrieval.labels
         if not labels:
@@ -280,13 +279,5 @@ def _text(document: str | TextDocument) -> str:
     return document if isinstance(document, str) else document.text
 
 
-def _texts(fields: ScoreRequest, name: str, other: str) -> tuple[list[str], str]:
-    """The texts of a field that has two names, and the name that is used."""
-    given = {each: getattr(fields, each) for each in (name, other)}
-    used = [each for each, texts in given.items() if texts is not None]
-    if len(used) != 1:
-        raise RequestError(
-            f"send {name} or {other}; the body has {'both' if used else 'none of them'}", param=name
-        )
-    texts = given[used[0]]
-    return [texts] if isinstance(texts, str) else texts, used[0]
+def _texts(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts

@@ -90,10 +90,8 @@ class ClassifyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Pairs of texts: one `text_1` with each of `text_2`, or two lists of the same length."""
 
-    text_1: Annotated[str | list[str] | None, effect("A query, or one for each document.")] = None
-    text_2: Annotated[str | list[str] | None, effect("A document or several.")] = None
-    queries: Annotated[str | list[str] | None, effect("Another name of text_1.")] = None
-    documents: Annotated[str | list[str] | None, effect("Another name of text_2.")] = None
+    text_1: Annotated[str | list[str], effect("A query, or one for each document.")]
+    text_2: Annotated[str | list[str], effect("A document or several.")]
     model: ModelName = None
     instruction: _Instruction = None
     max_tokens_per_doc: Annotated[
