@@ -177,6 +177,7 @@ check: $(READY)
 	$(BIN)/python tools/write_python_reference.py --check
 	$(BIN)/python tools/write_errors_reference.py --check
 	$(BIN)/python tools/write_environment_reference.py --check
+	$(BIN)/python tools/write_architectures_reference.py --check
 
 # Calls and instructions of fixed steps, compared with tools/count_bounds.json; a part of `check`.
 counts: $(READY)
@@ -195,6 +196,7 @@ reference: $(READY)
 	$(BIN)/python tools/write_python_reference.py
 	$(BIN)/python tools/write_errors_reference.py
 	$(BIN)/python tools/write_environment_reference.py
+	$(BIN)/python tools/write_architectures_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.

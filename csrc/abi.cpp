@@ -229,7 +229,35 @@ int qs_gated_activation(qs_context* context, int dtype, int activation, const vo
   if (!valid_dtype(dtype) || !known) return QS_INVALID;
   if (num_tokens <= 0 || n < 1) return num_tokens == 0 ? QS_OK : QS_INVALID;
   context->kernels->gated_activation(context->pool,
-                                     {dtype, activation, gate_up, num_tokens, n, out});
+                                     {dtype, activation, gate_up, 2 * n,
+                                      static_cast<const char*>(gate_up) + n * qs::element_bytes(dtype),
+                                      2 * n, num_tokens, n, out});
+  return QS_OK;
+}
+
+int qs_activation_of(qs_context* context, int dtype, int activation, const void* x,
+                     int64_t x_stride, const void* factor, int64_t factor_stride,
+                     int64_t num_tokens, int64_t n, void* out) {
+  const bool known = activation >= QS_SILU && activation <= QS_RELU2;
+  if (!valid_dtype(dtype) || !known) return QS_INVALID;
+  if (factor == nullptr && activation == QS_CLAMPED_SWIGLU) return QS_INVALID;
+  if (num_tokens <= 0 || n < 1) return num_tokens == 0 ? QS_OK : QS_INVALID;
+  context->kernels->gated_activation(
+      context->pool,
+      {dtype, activation, x, x_stride, factor, factor_stride, num_tokens, n, out});
+  return QS_OK;
+}
+
+int qs_layer_norm(qs_context* context, int dtype, const void* x, const void* residual,
+                  int64_t outer, int64_t inner, int64_t size, int64_t outer_stride,
+                  int64_t inner_stride, const void* weight, int64_t weight_stride,
+                  const void* bias, float eps, float offset, void* out, void* sum) {
+  if (!valid_dtype(dtype) || outer < 0 || inner < 1 || size < 1) return QS_INVALID;
+  if (outer == 0) return QS_OK;
+  if (residual != nullptr && (inner != 1 || sum == nullptr)) return QS_INVALID;
+  context->kernels->layer_norm(
+      context->pool, {dtype, x, residual, outer, inner, size, outer_stride, inner_stride, weight,
+                      weight_stride, bias, eps, offset, out, sum});
   return QS_OK;
 }
 

@@ -550,6 +550,7 @@ int route(qs_program* program, const qs_op& op, int64_t rows) {
   call.scale = op.scalar[0];
   call.scores = op.in[0];
   call.bias = static_cast<const float*>(op.in[1]);
+  call.factors = static_cast<const float*>(op.in[2]);
   call.chosen = static_cast<int64_t*>(op.out[0]);
   call.weights = static_cast<float*>(op.out[1]);
   return qs_route(program->context, &call);
@@ -640,6 +641,13 @@ int run_op(qs_program* program, const qs_op& op) {
     case QS_OP_GATED:
       return qs_gated_activation(context, op.dtype, op.option, op.in[0], rows, op.size[0],
                                  op.out[0]);
+    case QS_OP_ACTIVATION:
+      return qs_activation_of(context, op.dtype, op.option, op.in[0], op.stride[0], op.in[1],
+                              op.stride[1], rows, op.size[0], op.out[0]);
+    case QS_OP_LAYER_NORM:
+      return qs_layer_norm(context, op.dtype, op.in[0], op.in[1], rows, op.size[0], op.size[1],
+                           op.stride[0], op.stride[1], op.in[2], op.size[2], op.in[3], a, b,
+                           op.out[0], op.out[1]);
     case QS_OP_WRITE_KV:
       return write_kv(program, op, rows);
     case QS_OP_ATTENTION:

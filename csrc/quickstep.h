@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 17
+#define QS_ABI_VERSION 18
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -29,7 +29,15 @@ enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
 // What a KV cache may also hold: a head is D quants of 8 bits and the float32 that they are
 // multiplied by, D + 4 bytes together. Quants are rounded half to even, scale = max|x| / 127.
 enum qs_kv_dtype { QS_I8 = 3 };
-enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_CLAMPED_SWIGLU = 3 };
+// The last two are activations of qs_activation_of only.
+enum qs_activation {
+  QS_SILU = 0,
+  QS_GELU = 1,
+  QS_GELU_TANH = 2,
+  QS_CLAMPED_SWIGLU = 3,
+  QS_RELU = 4,
+  QS_RELU2 = 5,
+};
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
@@ -213,6 +221,20 @@ QS_API int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_
 QS_API int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
                                int64_t num_tokens, int64_t n, void* out);
 
+// act(x), or act(x) * factor where there is one; x and factor [T, n], rows a stride apart. Of a
+// clamped activation, only with a factor.
+QS_API int qs_activation_of(qs_context* context, int dtype, int activation, const void* x,
+                            int64_t x_stride, const void* factor, int64_t factor_stride,
+                            int64_t num_tokens, int64_t n, void* out);
+
+// (x - mean) / sqrt(variance + eps) * (weight + offset) + bias of rows [outer, inner, size], in
+// fp32, rounded once; bias may be null. `weight_stride` is from one inner row's weight to the next.
+// With a residual (inner is 1, rows are contiguous), of x + residual, which is written to `sum`.
+QS_API int qs_layer_norm(qs_context* context, int dtype, const void* x, const void* residual,
+                         int64_t outer, int64_t inner, int64_t size, int64_t outer_stride,
+                         int64_t inner_stride, const void* weight, int64_t weight_stride,
+                         const void* bias, float eps, float offset, void* out, void* sum);
+
 // Writes k and v [T, K, D] of `dtype` to the rows `slots` [T] of caches of `kv_dtype` (a qs_dtype
 // or QS_I8), each value rounded once. v and v_cache may be null.
 typedef struct qs_kv_write {
@@ -361,6 +383,7 @@ typedef struct qs_route_call {
   double scale;
   const void* scores;   // [T, E]
   const float* bias;    // [E], or null
+  const float* factors;  // [E], of an expert's weights; or null
   int64_t* chosen;      // [T, A] the largest first
   float* weights;       // [T, A]
 } qs_route_call;
@@ -562,8 +585,8 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //                                                              bytes between the rows of x
 //   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x;
 //                                                              option: x are token ids
-//   ROUTE      in scores, bias or null    out chosen, weights  size: E, A, groups, of a token,
-//                                                              sigmoid; scalar: scale, counted
+//   ROUTE      in scores, bias or null,   out chosen, weights  size: E, A, groups, of a token,
+//              factors or null                                 sigmoid; scalar: scale, counted
 //                                                              per group; option: normalise
 //   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
 //              qs_experts, qs_group or                         adapters, first column;
@@ -584,6 +607,11 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //                                                              option: interleaved
 //   LATENT_KEYS  in x, weight, cos, sin   out y                size: size, half; stride[0] of x;
 //                                                              scalar: eps; option: interleaved
+//   ACTIVATION in x, factor or null       out y                size: n; stride: of x and factor;
+//                                                              option: qs_activation
+//   LAYER_NORM in x, residual or null,    out y, sum           size: inner, size, stride of the
+//              weight, bias or null                            weight; stride: both;
+//                                                              scalar: eps, offset
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -611,6 +639,8 @@ enum qs_op_kind {
   QS_OP_MAMBA = 23,
   QS_OP_HEAD_LINEAR = 24,
   QS_OP_LATENT_KEYS = 25,
+  QS_OP_ACTIVATION = 30,  // qs_activation_of
+  QS_OP_LAYER_NORM = 31,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

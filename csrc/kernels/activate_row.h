@@ -23,6 +23,16 @@ struct GeluTanh {  // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
   }
 };
 
+struct Relu {  // NaN stays NaN
+  static QS_INLINE vf apply(vf x) { return x < 0.0f ? vf{} : x; }
+};
+struct Relu2 {
+  static QS_INLINE vf apply(vf x) {
+    const vf above = Relu::apply(x);
+    return above * above;
+  }
+};
+
 // gate sigmoid(1.702 gate) (up + 1), gate at most 7 and up within 7 of 0; NaN passes the clamps.
 struct ClampedSwiglu {
   static QS_INLINE vf apply(vf x) {
@@ -49,6 +59,29 @@ void activate(const T* gate, const T* up, int64_t size, T* out) {
   }
 }
 
+template <typename T, typename Activation>
+void apply_alone(const T* x, int64_t size, T* out) {
+  for (int64_t i = 0; i < size; i += W) {
+    store_near_up_to(out + i, Activation::apply(load_up_to(x + i, size - i)), size - i);
+  }
+}
+
+// Some elements of a row without a gate.
+template <typename T>
+void activate_alone(int activation, const T* x, int64_t size, T* out) {
+  if (activation == QS_SILU) {
+    apply_alone<T, Silu>(x, size, out);
+  } else if (activation == QS_GELU) {
+    apply_alone<T, Gelu>(x, size, out);
+  } else if (activation == QS_GELU_TANH) {
+    apply_alone<T, GeluTanh>(x, size, out);
+  } else if (activation == QS_RELU) {
+    apply_alone<T, Relu>(x, size, out);
+  } else {
+    apply_alone<T, Relu2>(x, size, out);
+  }
+}
+
 // Some elements of a row.
 template <typename T>
 void activate_row(int activation, const T* gate, const T* up, int64_t size, T* out) {
@@ -58,6 +91,10 @@ void activate_row(int activation, const T* gate, const T* up, int64_t size, T* o
     activate<T, Gelu>(gate, up, size, out);
   } else if (activation == QS_GELU_TANH) {
     activate<T, GeluTanh>(gate, up, size, out);
+  } else if (activation == QS_RELU) {
+    activate<T, Relu>(gate, up, size, out);
+  } else if (activation == QS_RELU2) {
+    activate<T, Relu2>(gate, up, size, out);
   } else {
     activate<T, ClampedSwiglu>(gate, up, size, out);
   }

@@ -28,6 +28,7 @@ void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);
+void layer_norm(Pool* pool, const LayerNormArgs& args);
 void write_kv(Pool* pool, const qs_kv_write& call);
 void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                   const qs_kv_write& call);

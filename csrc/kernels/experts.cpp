@@ -117,6 +117,7 @@ void choose(const qs_route_call& call, int64_t token, double* shares, double* wo
     const double share = call.normalise ? shares[chosen[i]] / total : shares[chosen[i]];
     const float weight = static_cast<float>(share * call.scale);
     weights[i] = call.sigmoid ? weight : rounded<T>(weight);
+    if (call.factors != nullptr) weights[i] = weights[i] * call.factors[chosen[i]];
   }
 }
 

@@ -1,4 +1,4 @@
-// Activations of rows in which gate and up are the halves.
+// Activations of rows, times other rows where there are such.
 
 #include "kernels/activate_row.h"
 #include "kernels/entries.h"
@@ -10,9 +10,14 @@ constexpr int64_t kItemElements = 1 << 13;
 
 template <typename T>
 void activate_part(const GatedArgs& args, int64_t row, int64_t first, int64_t last) {
-  const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * args.n + first;
+  const T* gate = static_cast<const T*>(args.gate) + row * args.gate_stride + first;
   T* out = static_cast<T*>(args.out) + row * args.n + first;
-  activate_row(args.activation, gate, gate + args.n, last - first, out);
+  if (args.up == nullptr) {
+    activate_alone(args.activation, gate, last - first, out);
+    return;
+  }
+  const T* up = static_cast<const T*>(args.up) + row * args.up_stride + first;
+  activate_row(args.activation, gate, up, last - first, out);
 }
 
 }  // namespace

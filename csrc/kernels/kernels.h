@@ -133,9 +133,26 @@ struct HeadLinearArgs {
 struct GatedArgs {
   int dtype;
   int activation;
-  const void* gate_up;
+  const void* gate;
+  int64_t gate_stride;
+  const void* up;  // null: the activation by itself
+  int64_t up_stride;
   int64_t num_tokens, n;
   void* out;
+};
+
+struct LayerNormArgs {
+  int dtype;
+  const void* x;
+  const void* residual;  // null: plain norm
+  int64_t outer, inner, size;
+  int64_t outer_stride, inner_stride;
+  const void* weight;
+  int64_t weight_stride;  // from an inner row's to the next one's
+  const void* bias;       // or null
+  float eps, offset;
+  void* out;
+  void* sum;
 };
 
 struct ElementwiseArgs {
@@ -211,6 +228,7 @@ struct Kernels {
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);
+  void (*layer_norm)(Pool* pool, const LayerNormArgs& args);
   void (*write_kv)(Pool* pool, const qs_kv_write& call);
   void (*rotary_write)(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                        const qs_kv_write& call);

@@ -31,6 +31,7 @@ const Kernels kernels = {
     .rms_norm = rms_norm,
     .rotary = rotary,
     .gated_activation = gated_activation,
+    .layer_norm = layer_norm,
     .write_kv = write_kv,
     .rotary_write = rotary_write,
     .attention_scratch_bytes = attention_scratch_bytes,

@@ -43,8 +43,12 @@ def kernel_bytes(spec: ModelSpec) -> int:
     added = 0
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
-        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias"))]
-        added += sum(2 * tensors[name][0] for name in wide)
+        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias", "_scale"))]
+        added += sum(2 * tensors[name][-1] for name in wide)
+        if spec.layer_scalars:
+            added -= 2
+        if spec.value_norm and layer.kv_from is None:
+            added += 2 * spec.of_layer(index).head_size  # ones
         small = [
             name
             for name in tensors
@@ -54,6 +58,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)
+            added += (PANEL - 1) * 2 * spec.hidden_size * spec.moe.shared_gate
     return added
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -172,6 +173,44 @@ def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
 ) -> list[tuple[Tensor, Tensor]]:
     return [*_rms_norm(x + residual, weight, eps, offset), *_exactly(x + residual)]
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> list[tuple[Tensor, Tensor]]:
+    distance = x - x.mean(-1, keepdim=True)
+    scale = (distance.square().mean(-1, keepdim=True) + eps).sqrt()
+    value, size = distance / scale * (weight + offset), x.abs().amax(-1, keepdim=True) / scale
+    size = size * (weight + offset).abs()
+    if bias is not None:
+        value, size = value + bias, size + bias.abs()
+    return [(value, 8 * _FP32_ROUNDOFF * size)]
+
+
+def _add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+) -> list[tuple[Tensor, Tensor]]:
+    return [*_layer_norm(x + residual, weight, bias, eps, offset), *_exactly(x + residual)]
+
+
+def _activation(x: Tensor, *others: Any) -> list[tuple[Tensor, Tensor]]:
+    *factor, kind = others
+    functional = torch.nn.functional
+    if kind.startswith("relu"):
+        value = functional.relu(x) ** (2 if kind == "relu2" else 1)
+    elif kind == "silu":
+        value = functional.silu(x)
+    else:
+        value = functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    size = x.abs().clamp(min=1.0) * x.abs()
+    for other in factor:
+        value, size = value * other, size * other.abs()
+    return [(value, 8 * _FP32_ROUNDOFF * size)]
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[tuple[Tensor, Tensor]]:
@@ -363,7 +402,10 @@ def _experts(
 
 
 def _route(
-    scores: Tensor, rule: RoutingRule, selection_bias: Tensor | None
+    scores: Tensor,
+    rule: RoutingRule,
+    selection_bias: Tensor | None,
+    factors: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Token by token; of equal experts the lower ones."""
     per_token, num_experts = rule.per_token, scores.shape[1]
@@ -386,7 +428,11 @@ def _route(
         total = shares[best].sum() if rule.normalise else 1.0
         value[token, best] = shares[best] / total * rule.scale
     # both roundings, of which the second may be that of 16 bits
-    return [(value, torch.zeros(())), (chosen, torch.zeros(()))]
+    slack = torch.zeros(())
+    if factors is not None:
+        value = value * factors.to(value)
+        slack = 2 * (_FP32_ROUNDOFF + torch.finfo(value.dtype).eps) * value.abs()
+    return [(value, slack), (chosen, torch.zeros(()))]
 
 
 def _experts_lora(
@@ -469,6 +515,9 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "write_kv": _write_kv,
         "rotary_write_kv": _rotary_write_kv,
         "gated_activation": _gated_activation,
+        "layer_norm": _layer_norm,
+        "add_layer_norm": _add_layer_norm,
+        "activation": _activation,
         "gated_linear": _gated_linear,
         "add": _add,
         "scale": _scale,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,7 @@ from op_checks.case_inputs import CaseInputs, label
 from op_checks.experts_cases import experts_inputs, experts_lora_inputs
 from op_checks.latent_cases import keys_inputs, queries_inputs, values_inputs, write_inputs
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
+from quickstep.ops.reference.elementary import activation, add_layer_norm, layer_norm
 from quickstep.ops.reference.experts import experts as reference_experts
 from quickstep.ops.reference.experts import route as reference_route
 from quickstep.ops.table import (
@@ -104,6 +105,9 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         "add_rms_norm": ops.add_rms_norm,
         "rotary": ops.rotary,
         "gated_activation": ops.gated_activation,
+        "layer_norm": ops.layer_norm or layer_norm,
+        "add_layer_norm": ops.add_layer_norm or add_layer_norm,
+        "activation": partial(_activation, ops),
         # what a captured step does beside the ops; torch's are their definition
         "add": torch.add if ops.steps is None else ops.steps.add,
         "scale": torch.mul if ops.steps is None else ops.steps.scale,
@@ -142,6 +146,12 @@ def _gated_linear(ops: OpTable, x: Tensor, weight: LinearWeight, kind: str) -> T
     if ops.gated_linear is not None:
         return ops.gated_linear(x, weight, kind)
     return ops.gated_activation(ops.linear(x, weight), kind)
+
+
+def _activation(ops: OpTable, *arguments: Any) -> Tensor:
+    """Of x, or of x and a factor, and a kind."""
+    x, *factor, kind = arguments
+    return (ops.activation or activation)(x, factor[0] if factor else None, kind)
 
 
 def _add_lora(
@@ -426,6 +436,8 @@ def _route_cases(dtype: torch.dtype) -> Iterator[Case]:
         bias = inputs.normal(num_experts, scale=0.3).float()
         scores = inputs.normal(23, num_experts, scale=2.0)
         yield Case("route", name, (scores,), (rule, bias))
+        factors = bias + 1.5
+        yield Case("route", f"{name} factors", (scores,), (rule, None, factors))
         scores = inputs.integers(-1, 2, 9, num_experts).to(dtype)  # ties
         yield Case("route", f"{name} ties", (scores,), (rule, None))
 
@@ -447,6 +459,39 @@ def _add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
         source = CaseInputs(name, dtype)
         tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
         yield Case("add_rms_norm", name, tokens, (source.normal(shape[-1]), 1e-5, offset))
+
+
+def _layer_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for (shape, offset), has_bias in zip(_NORM_SHAPES, cycle((True, False)), strict=False):
+        name = label("layer_norm", dtype, *shape, "bias" * has_bias)
+        source = CaseInputs(name, dtype)
+        bias = source.normal(shape[-1]) if has_bias else None
+        fixed = (source.normal(*shape[1:]), bias, 1e-5, offset)
+        yield Case("layer_norm", name, (source.normal(*shape, scale=3.0) + 1.0,), fixed)
+
+
+def _add_layer_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for shape, offset in _NORM_SHAPES[:-1]:
+        name = label("add_layer_norm", dtype, *shape)
+        source = CaseInputs(name, dtype)
+        tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
+        weights = (source.normal(shape[-1]), source.normal(shape[-1]))
+        yield Case("add_layer_norm", name, tokens, (*weights, 1e-5, offset))
+
+
+def _activation_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        for num_tokens, width in ((1, 7), (19, 77), (0, 32)):
+            name = label("activation", dtype, kind, num_tokens, width)
+            source = CaseInputs(name, dtype)
+            x, wide = (
+                source.normal(num_tokens, width, scale=3.0),
+                source.normal(num_tokens, 3 * width),
+            )
+            yield Case("activation", name, (x,), (kind,))
+            if kind != "relu2":
+                factor = wide[:, width : 2 * width]
+                yield Case("activation", f"{name} factor", (x, factor), (kind,))
 
 
 def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -586,6 +631,9 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "write_kv": _write_kv_cases,
         "rotary_write_kv": _rotary_write_kv_cases,
         "gated_activation": _gated_activation_cases,
+        "layer_norm": _layer_norm_cases,
+        "add_layer_norm": _add_layer_norm_cases,
+        "activation": _activation_cases,
         "gated_linear": _gated_linear_cases,
         "add": _add_cases,
         "scale": _scale_cases,

@@ -14,7 +14,7 @@ import transformers
 
 VOCAB = 96
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,11 +41,11 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in ("Lfm2", "Qwen3_5Text", "GraniteMoeHybrid")
+        return self.family in ("Lfm2", "Qwen3_5Text", "Qwen3_5MoeText", "GraniteMoeHybrid")
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
-        return config_class(**(_SIZES | self.values))
+        return config_class(**(SIZES | self.values))
 
     def save(self, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
         """Write a seeded checkpoint; give the transformers model that it came from."""
@@ -72,6 +72,8 @@ def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.Pr
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     return model.float().eval()
 
 
@@ -234,4 +236,78 @@ CASES = (
     } | rope("default")),
     Case("glm-moe-dsa", "GlmMoeDsa", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
     Case("youtu", "Youtu", LATENT | {"q_lora_rank": 32} | rope("default")),
+    Case("qwen3.5-moe", "Qwen3_5MoeText", {
+        "num_hidden_layers": 3, "head_dim": 24, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+    }, atol=3e-4),
+    Case("qwen2-moe", "Qwen2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48, "mlp_only_layers": [1],
+    }),
+    Case("olmo3", "Olmo3", {
+        "sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                               "original_max_position_embeddings": 64},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    Case("exaone4", "Exaone4", {
+        "sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2,
+    }),
+    Case("exaone4-full", "Exaone4", {
+        "sliding_window": None, "layer_types": ["full_attention"] * 3,
+    }),
+    Case("ernie4.5", "Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    Case("ernie4.5-moe", "Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "num_hidden_layers": 4,
+        "moe_layer_end_index": 2,
+    }),
+    Case("seed-oss", "SeedOss", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    Case("minimax-m2", "MiniMaxM2", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24,
+    } | rope("default", partial_rotary_factor=0.5)),
+    Case("glm", "Glm", {"head_dim": 16}),
+    Case("glm4", "Glm4", {"head_dim": 16}),
+    Case("helium", "Helium", {
+        "head_dim": 16, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
+    }),
+    Case("ministral", "Ministral", {
+        "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    Case("gemma4", "Gemma4Text", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
+    }),
+    Case("gemma4-mixture", "Gemma4Text", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 3, "moe_intermediate_size": 40,
+    }),
+    Case("cohere", "Cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
+    Case("cohere2", "Cohere2", {
+        "logit_scale": 0.5, "sliding_window": 7, "num_hidden_layers": 4, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    Case("nemotron", "Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    Case("stablelm", "StableLm", {"use_qkv_bias": True} | rope(
+        "default", partial_rotary_factor=0.5,
+    )),
+    Case("stablelm-parallel", "StableLm", {"use_parallel_residual": True} | rope(
+        "default", partial_rotary_factor=0.25,
+    )),
+    Case("starcoder2", "Starcoder2", {"sliding_window": 9}),
+    Case("phi", "Phi", {"num_key_value_heads": None} | rope("default", partial_rotary_factor=0.5)),
+    Case("arcee", "Arcee", {"mlp_bias": True}),
+    Case("ministral3", "Ministral3", {"head_dim": 16} | rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.3,
+    )),
 )  # fmt: skip

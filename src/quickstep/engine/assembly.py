@@ -449,6 +449,9 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
         unused = weights.unused()
         if unused:
             _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
+        parts = weights.other_parts()
+        if parts:
+            _LOGGER.info("%s left out: only the text part is served", ", ".join(parts))
         rounded = weights.rounded_again()
         if rounded:
             _LOGGER.info(

@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
     LatentSpec,
+    LayerInputs,
+    LayerSpec,
     MoESpec,
     NormPlacement,
     QKNorm,
@@ -53,6 +56,16 @@ def _latent_scale(fields: ConfigFields, head_size: int) -> float:
     return scale * scale / math.sqrt(head_size)
 
 
+def _no_scale(fields: ConfigFields, head_size: int) -> float:
+    del fields, head_size
+    return 1.0
+
+
+def _no_inputs(fields: ConfigFields) -> LayerInputs | None:
+    del fields
+    return None
+
+
 def _no_experts(fields: ConfigFields) -> MoESpec | None:
     del fields
     return None
@@ -68,6 +81,11 @@ def _all_dense(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     return (False,) * num_layers
 
 
+def _same_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    del fields
+    return layers
+
+
 def _intermediate_size(fields: ConfigFields) -> int:
     return fields.integer("intermediate_size")
 
@@ -80,6 +98,7 @@ class Architecture(msgspec.Struct, frozen=True):
         neutral: Keys with the one value at which they change nothing.
         activation_key: The config key of the activation.
         bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
+        output_bias_key: The key of o's bias, where that has one of its own.
         qkv_bias: q, k and v always have a bias.
         mlp_bias_key: A key that switches the biases of gate, up and down.
         qk_norm_key: A key that switches the norm of each head's queries and keys.
@@ -88,6 +107,12 @@ class Architecture(msgspec.Struct, frozen=True):
         softcaps: Reads the soft-caps of attention and logits.
         sinks: Attention has a learned sink per query head.
         clamped_swiglu: The activation is gpt-oss's, whatever `activation_key` says.
+        sizes: What of its layers differs from the model's sizes.
+        value_norm, layer_scalars, layer_inputs: As in `ModelSpec`.
+        layer_norm, norm_bias, gated, head_bias: As in `ModelSpec`.
+        parallel_key: A key that makes attention and MLP parallel.
+        logit_scale_key: The key of a factor of the logits.
+        switched_qk_norm: The norm that `qk_norm_key` switches on.
         width: Reads the width of the feed-forward part.
         attention_gate: `ModelSpec.attention_gate`.
         norm_eps_key: The config key of the norms' epsilon.
@@ -98,6 +123,7 @@ class Architecture(msgspec.Struct, frozen=True):
     neutral: Mapping[str, object] = msgspec.field(default_factory=dict)
     activation_key: str = "hidden_act"
     bias_key: str | None = None
+    output_bias_key: str | None = None
     qkv_bias: bool = False
     output_bias: bool = True
     mlp_bias_key: str | None = None
@@ -121,6 +147,17 @@ class Architecture(msgspec.Struct, frozen=True):
     norm_eps_key: str = "rms_norm_eps"
     naming: TensorNaming = STANDARD_NAMING
     latent: Callable[[ConfigFields], LatentSpec | None] = _no_latents
+    sizes: Callable[[ConfigFields, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]] = _same_sizes
+    value_norm: bool = False
+    layer_scalars: bool = False
+    layer_inputs: Callable[[ConfigFields], LayerInputs | None] = _no_inputs
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated: bool = True
+    head_bias: bool = False
+    parallel_key: str | None = None
+    logit_scale_key: str | None = None
+    switched_qk_norm: QKNorm = QKNorm.HEAD
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -401,6 +438,409 @@ _GPT_OSS = Architecture(
     ),
 )
 
+
+_GEMMA4 = Architecture(
+    defaults=_defaults(
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        global_head_dim=512,
+        vocab_size=262_144,
+        vocab_size_per_layer_input=262_144,
+        hidden_size_per_layer_input=256,
+        max_position_embeddings=131_072,
+        sliding_window=512,
+        tie_word_embeddings=True,
+        rope_theta=None,
+    ),
+    # images attend to all of themselves; text does not
+    neutral=MappingProxyType({"use_bidirectional_attention": "vision"}),
+    activation_key="hidden_activation",
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.SANDWICH,
+    qk_norm=QKNorm.HEAD,
+    scaled_embedding=True,
+    softcaps=True,
+    scale=_no_scale,
+    windows=patterns.gemma4_windows,
+    ropes=patterns.gemma4_ropes,
+    experts=patterns.gemma4_experts,
+    sparse=patterns.gemma4_sparse,
+    sizes=patterns.gemma4_sizes,
+    value_norm=True,
+    layer_scalars=True,
+    layer_inputs=patterns.gemma4_inputs,
+    naming=TensorNaming(
+        router="router.proj",
+        experts="experts",
+    ),
+)
+
+
+_COHERE_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+)
+# what every released file says of the family
+_COHERE_NEUTRAL: Mapping[str, object] = MappingProxyType(
+    {
+        "use_parallel_block": True,
+        "use_gated_activation": True,
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "use_embedding_sharing": True,
+        "use_parallel_embedding": True,
+        "order_of_interleaved_layers": "local_attn_first",
+    }
+)
+
+_COHERE = Architecture(
+    defaults=_defaults(**_COHERE_SIZES, rope_theta=500_000.0),
+    neutral=_COHERE_NEUTRAL,
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.PARALLEL,
+    qk_norm_key="use_qk_norm",
+    switched_qk_norm=QKNorm.EACH_HEAD,
+    layer_norm=True,
+    norm_eps_key="layer_norm_eps",
+    logit_scale_key="logit_scale",
+    ropes=patterns.interleaved_rope,
+)
+
+_COHERE2 = Architecture(
+    defaults=_defaults(**_COHERE_SIZES, sliding_window=4096),
+    neutral=_COHERE_NEUTRAL,
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.PARALLEL,
+    layer_norm=True,
+    norm_eps_key="layer_norm_eps",
+    logit_scale_key="logit_scale",
+    windows=patterns.cohere2_windows,
+    ropes=patterns.cohere2_ropes,
+)
+
+_NEMOTRON = Architecture(
+    defaults=_defaults(
+        hidden_act="relu2",
+        norm_eps=1e-5,
+        max_position_embeddings=4096,
+        partial_rotary_factor=0.5,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    norm_offset=1.0,
+    layer_norm=True,
+    norm_bias=True,
+    gated=False,
+    norm_eps_key="norm_eps",
+)
+
+_STABLELM = Architecture(
+    defaults=_defaults(
+        layer_norm_eps=1e-5,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        partial_rotary_factor=0.25,
+    ),
+    bias_key="use_qkv_bias",
+    output_bias=False,
+    layer_norm=True,
+    norm_bias=True,
+    norm_eps_key="layer_norm_eps",
+    parallel_key="use_parallel_residual",
+)
+
+_STARCODER2 = Architecture(
+    defaults=_defaults(
+        hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=1e-5,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    bias_key="use_bias",
+    mlp_bias_key="use_bias",
+    layer_norm=True,
+    norm_bias=True,
+    gated=False,
+    norm_eps_key="norm_epsilon",
+    windows=patterns.every_layer_window,
+    naming=TensorNaming(
+        renames=((".mlp.c_fc.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."))
+    ),
+)
+
+_PHI = Architecture(
+    defaults=_defaults(
+        hidden_act="gelu_new",
+        layer_norm_eps=1e-5,
+        max_position_embeddings=2048,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    norm_placement=NormPlacement.PARALLEL,
+    layer_norm=True,
+    norm_bias=True,
+    gated=False,
+    head_bias=True,
+    norm_eps_key="layer_norm_eps",
+    naming=TensorNaming(
+        renames=(
+            (".self_attn.dense.", ".self_attn.o_proj."),
+            (".mlp.fc1.", ".mlp.up_proj."),
+            (".mlp.fc2.", ".mlp.down_proj."),
+            ("model.final_layernorm.", "model.norm."),
+        )
+    ),
+)
+
+_ARCEE = Architecture(
+    defaults=_defaults(
+        hidden_act="relu2",
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    gated=False,
+)
+
+
+def _wrapped(naming: TensorNaming) -> TensorNaming:
+    """As part of a larger model, under the names that these have had."""
+    return replace(
+        naming,
+        prefixes=("model.language_model.", "language_model.model.", "model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        wrapped=True,
+    )
+
+
+_QWEN3_VL_MOE = replace(
+    _QWEN3_MOE,
+    defaults=MappingProxyType(
+        {
+            **_QWEN3_MOE.defaults,
+            "rope_theta": 500_000.0,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128_000,
+            "tie_word_embeddings": True,
+        }
+    ),
+    experts=patterns.qwen_vl_experts,
+    naming=_wrapped(STANDARD_NAMING),
+)
+
+_OLMO3 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        max_position_embeddings=2048,
+        sliding_window=4096,
+    ),
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.POST,
+    qk_norm=QKNorm.FULL,
+    windows=patterns.olmo3_windows,
+    ropes=patterns.olmo3_ropes,
+)
+
+_EXAONE4 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=32,
+        max_position_embeddings=2048,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+    ),
+    norm_placement=NormPlacement.POST,
+    qk_norm=QKNorm.HEAD,
+    windows=patterns.exaone_windows,
+    ropes=patterns.exaone_ropes,
+)
+
+_ERNIE: Mapping[str, object] = MappingProxyType(
+    {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    }
+)
+
+_ERNIE4_5 = Architecture(
+    defaults=_defaults(**_ERNIE, num_key_value_heads=2, head_dim=128),
+    neutral=MappingProxyType({"use_rmsnorm": True}),
+    bias_key="use_bias",
+    mlp_bias_key="use_bias",
+    ropes=patterns.interleaved_rope,
+)
+
+_ERNIE4_5_MOE = Architecture(
+    defaults=_defaults(
+        **_ERNIE,
+        num_key_value_heads=4,
+        moe_intermediate_size=1536,
+        moe_k=6,
+        moe_num_experts=64,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=-1,
+        moe_layer_interval=1,
+        moe_norm_min=1e-12,
+    ),
+    neutral=MappingProxyType(
+        {"use_rmsnorm": True, "moe_use_aux_free": True, "moe_gate": "topk", "moe_norm_min": 1e-12}
+    ),
+    bias_key="use_bias",
+    mlp_bias_key="use_bias",
+    ropes=patterns.interleaved_rope,
+    experts=patterns.ernie_experts,
+    sparse=patterns.ernie_sparse,
+    naming=TensorNaming(selection_bias="mlp.moe_statics.e_score_correction_bias", bias_row=True),
+)
+
+_SEED_OSS = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=524_288,
+        attention_bias=True,
+        attention_out_bias=False,
+    ),
+    bias_key="attention_bias",
+    output_bias_key="attention_out_bias",
+    mlp_bias_key="mlp_bias",
+)
+
+_MINIMAX_M2 = Architecture(
+    defaults=_defaults(
+        rope_theta=5_000_000.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=196_608,
+        num_experts_per_tok=8,
+        num_local_experts=256,
+    ),
+    neutral=MappingProxyType(
+        {
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "shared_moe_mode": "sigmoid",
+            "layernorm_full_attention_beta": 1.0,
+            "layernorm_linear_attention_beta": 1.0,
+            "layernorm_mlp_beta": 1.0,
+            "swa_rope_theta": -1.0,
+        }
+    ),
+    qk_norm=QKNorm.FULL,
+    windows=patterns.minimax_windows,
+    ropes=patterns.minimax_ropes,
+    experts=patterns.minimax_experts,
+    sparse=patterns.all_sparse,
+    naming=TensorNaming(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        expert_parts=("w1", "w3", "w2"),
+        selection_bias="block_sparse_moe.e_score_correction_bias",
+    ),
+)
+
+_GLM_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "rms_norm_eps": 1.5625e-07,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    }
+)
+
+_GLM = Architecture(
+    defaults=_defaults(**_GLM_SIZES),
+    bias_key="attention_bias",
+    output_bias=False,
+    ropes=patterns.interleaved_rope,
+    naming=TensorNaming(fused_gate_up=True),
+)
+
+_GLM4 = Architecture(
+    defaults=_defaults(**_GLM_SIZES),
+    bias_key="attention_bias",
+    output_bias=False,
+    norm_placement=NormPlacement.SANDWICH,
+    ropes=patterns.interleaved_rope,
+    naming=TensorNaming(
+        fused_gate_up=True,
+        renames=(
+            (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+            (".post_self_attn_layernorm.", ".post_attention_layernorm."),
+            (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
+        ),
+    ),
+)
+
+_HELIUM = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-8,
+        rope_theta=100_000.0,
+        num_key_value_heads=20,
+        head_dim=128,
+        max_position_embeddings=4096,
+    ),
+    bias_key="attention_bias",
+    output_bias=False,
+    mlp_bias_key="mlp_bias",
+    ropes=patterns.interleaved_rope,
+)
+
+_MINISTRAL = Architecture(
+    defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096),
+    windows=patterns.ministral_windows,
+)
+
+_MINISTRAL3 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=262_144,
+        rope_theta=None,
+        rope_parameters=MappingProxyType(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        ),
+    ),
+    windows=patterns.every_layer_window,
+    ropes=patterns.ministral3_ropes,
+)
+
 _LFM2 = Architecture(
     defaults=_defaults(
         norm_eps=1e-5,
@@ -560,7 +1000,7 @@ _DEEPSEEK_V32 = msgspec.structs.replace(
     naming=TensorNaming(ignored_module="indexer"),
 )
 
-_GLM_SIZES: Mapping[str, object] = MappingProxyType(
+_GLM_LATENT_SIZES: Mapping[str, object] = MappingProxyType(
     {
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202_752,
@@ -576,7 +1016,7 @@ _GLM4_MOE_LITE = msgspec.structs.replace(
     defaults=MappingProxyType(
         {
             **_DEEPSEEK_V3.defaults,
-            **_GLM_SIZES,
+            **_GLM_LATENT_SIZES,
             "q_lora_rank": 768,
             "moe_intermediate_size": 1536,
             "n_routed_experts": 64,
@@ -590,7 +1030,7 @@ _GLM4_MOE_LITE = msgspec.structs.replace(
 
 _GLM_MOE_DSA = msgspec.structs.replace(
     _DEEPSEEK_V32,
-    defaults=MappingProxyType({**_DEEPSEEK_V32.defaults, **_GLM_SIZES, "q_lora_rank": 2048}),
+    defaults=MappingProxyType({**_DEEPSEEK_V32.defaults, **_GLM_LATENT_SIZES, "q_lora_rank": 2048}),
 )
 
 _YOUTU = Architecture(
@@ -606,6 +1046,48 @@ _KIMI_K25 = msgspec.structs.replace(
         prefixes=("language_model.model.", "model.language_model."),
         heads=("language_model.lm_head.weight", "lm_head.weight"),
         ignored=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+    ),
+)
+
+_QWEN2_MOE = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=16,
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        max_window_layers=28,
+        decoder_sparse_step=1,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts_per_tok=4,
+        num_experts=60,
+        qkv_bias=True,
+    ),
+    bias_key="qkv_bias",
+    output_bias=False,
+    windows=patterns.qwen2_moe_windows,
+    experts=patterns.qwen2_moe_experts,
+    sparse=patterns.qwen_sparse,
+    naming=TensorNaming(shared_expert="mlp.shared_expert"),
+)
+
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    defaults=MappingProxyType(
+        {
+            **_QWEN3_5.defaults,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        }
+    ),
+    width=patterns.expert_width,
+    experts=patterns.qwen3_5_experts,
+    sparse=patterns.all_sparse,
+    naming=replace(
+        _QWEN3_5.naming,
+        shared_expert="mlp.shared_expert",
     ),
 )
 
@@ -639,6 +1121,30 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
         "KimiK25ForConditionalGeneration": _KIMI_K25,
         "YoutuForCausalLM": _YOUTU,
+        "Olmo3ForCausalLM": _OLMO3,
+        "Exaone4ForCausalLM": _EXAONE4,
+        "Ernie4_5ForCausalLM": _ERNIE4_5,
+        "Ernie4_5_MoeForCausalLM": _ERNIE4_5_MOE,
+        "SeedOssForCausalLM": _SEED_OSS,
+        "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+        "GlmForCausalLM": _GLM,
+        "Glm4ForCausalLM": _GLM4,
+        "HeliumForCausalLM": _HELIUM,
+        "MinistralForCausalLM": _MINISTRAL,
+        "Ministral3ForCausalLM": _MINISTRAL3,
+        "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+        "Qwen2MoeForCausalLM": _QWEN2_MOE,
+        "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+        "CohereForCausalLM": _COHERE,
+        "Cohere2ForCausalLM": _COHERE2,
+        "NemotronForCausalLM": _NEMOTRON,
+        "StableLmForCausalLM": _STABLELM,
+        "Starcoder2ForCausalLM": _STARCODER2,
+        "PhiForCausalLM": _PHI,
+        "ArceeForCausalLM": _ARCEE,
+        "Gemma4ForCausalLM": _GEMMA4,
+        "Gemma4ForConditionalGeneration": replace(_GEMMA4, naming=_wrapped(_GEMMA4.naming)),
     }
 )
 
@@ -674,5 +1180,60 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "glm_moe_dsa": "GlmMoeDsaForCausalLM",
         "kimi_k25": "KimiK25ForConditionalGeneration",
         "youtu": "YoutuForCausalLM",
+        "olmo3": "Olmo3ForCausalLM",
+        "exaone4": "Exaone4ForCausalLM",
+        "ernie4_5": "Ernie4_5ForCausalLM",
+        "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+        "seed_oss": "SeedOssForCausalLM",
+        "minimax_m2": "MiniMaxM2ForCausalLM",
+        "glm": "GlmForCausalLM",
+        "glm4": "Glm4ForCausalLM",
+        "helium": "HeliumForCausalLM",
+        "ministral": "MinistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "qwen2_vl_text": "Qwen2ForCausalLM",
+        "qwen2_5_vl_text": "Qwen2ForCausalLM",
+        "qwen3_vl_text": "Qwen3ForCausalLM",
+        "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
+        "qwen2_vl": "Qwen2VLForConditionalGeneration",
+        "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+        "qwen3_vl": "Qwen3VLForConditionalGeneration",
+        "mistral3": "Mistral3ForConditionalGeneration",
+        "gemma4": "Gemma4ForConditionalGeneration",
+        "gemma4_text": "Gemma4ForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "cohere": "CohereForCausalLM",
+        "cohere2": "Cohere2ForCausalLM",
+        "nemotron": "NemotronForCausalLM",
+        "stablelm": "StableLmForCausalLM",
+        "starcoder2": "Starcoder2ForCausalLM",
+        "phi": "PhiForCausalLM",
+        "arcee": "ArceeForCausalLM",
     }
 )
+
+# Models of text and images (or sound) whose text part is a decoder of the table: that part runs.
+# By name, what the text part is where its config does not say.
+WRAPPERS: Mapping[str, str] = MappingProxyType(
+    {
+        "AyaVisionForConditionalGeneration": "Cohere2ForCausalLM",
+        "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
+        "LlavaForConditionalGeneration": "LlamaForCausalLM",
+        "LlavaNextForConditionalGeneration": "LlamaForCausalLM",
+        "LlavaOnevisionForConditionalGeneration": "Qwen2ForCausalLM",
+        "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+        "Qwen2AudioForConditionalGeneration": "Qwen2ForCausalLM",
+        "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+        "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+        "VoxtralForConditionalGeneration": "LlamaForCausalLM",
+    }
+)
+
+
+def text_part(architecture: Architecture) -> Architecture:
+    """The architecture as part of a larger model, whose other tensors are left out."""
+    return replace(architecture, naming=_wrapped(architecture.naming))

@@ -156,7 +156,8 @@ class Decoder:
             num_passed = stage.num_passed(self._spec, aux_layers)
             passed = batch.features[NUM_CARRIED : NUM_CARRIED + num_passed]
         layout = self._planned(batch.layout, x, kv)
-        step = LayerStep(layout, kv, rotations, batch.lora, batch.state_rows)
+        inputs = self._layer_inputs(batch.token_ids, x)
+        step = LayerStep(layout, kv, rotations, batch.lora, batch.state_rows, inputs)
         aux = list(passed)
         for index, layer in enumerate(stack.layers, stage.layers(self._spec).start):
             is_last = index == self._spec.num_layers - 1
@@ -197,6 +198,18 @@ class Decoder:
         own = self._shard.outputs(self._spec.vocab_size)
         ids = ranks.local_ids(token_ids, own, self._spec.vocab_size)
         return ranks.gather_rows(self._ops.embedding(ids, weight, dtype), token_ids, own)
+
+    def _layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """[T, L * I] of embeddings x [T, hidden] and their tokens; None if layers have none."""
+        weights, sizes = self._weights.layer_inputs, self._spec.layer_inputs
+        if weights is None or sizes is None:
+            return None
+        ops, spec, dtype = self._ops, self._spec, self._weights.final_norm.dtype
+        found = ops.embedding(token_ids, weights.table, dtype) * rounded(sizes.size**0.5, dtype)
+        projected = ops.linear(x, weights.projection) * spec.hidden_size**-0.5
+        by_layer = projected.view(-1, spec.num_layers, sizes.size)
+        normed = ops.rms_norm(by_layer, weights.norm, spec.norm_eps, spec.norm_offset)
+        return (normed.view(-1, spec.num_layers * sizes.size) + found) * 2**-0.5
 
     def _planned(self, layout: PagedLayout, x: Tensor, kv: KVCache) -> PagedLayout:
         """The layout with what attention of all layers reads, computed once."""

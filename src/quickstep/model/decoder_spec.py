@@ -13,25 +13,32 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.model.encoders.encoder_spec import EncoderSpec
 from quickstep.model.rope_spec import RopeSpec
 
 
 class NormPlacement(enum.Enum):
-    """The place of a sub-block's norms: before it, after it, or on both sides."""
+    """The place of a sub-block's norms: before it, after it, or on both sides. Parallel: one norm
+    before attention and MLP, which both read it, and whose outputs are added.
+    """
 
     PRE = "pre"
     POST = "post"
     SANDWICH = "sandwich"
+    PARALLEL = "parallel"
 
 
 class QKNorm(enum.Enum):
-    """The norm on queries and keys before the rotation: none, per head, or over all heads."""
+    """The norm on queries and keys before the rotation: none, per head (with one weight or with one
+    of each head), or over all heads.
+    """
 
     NONE = "none"
     HEAD = "head"
     FULL = "full"
+    EACH_HEAD = "each_head"
 
 
 class MoESpec(msgspec.Struct, frozen=True):
@@ -51,6 +58,9 @@ class MoESpec(msgspec.Struct, frozen=True):
         counted_per_group: Groups are chosen by the sum of so many best experts: 1 or 2.
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
+        shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
+        with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
+            the router's weights have a factor of each expert (Gemma 4).
     """
 
     num_experts: int
@@ -65,6 +75,8 @@ class MoESpec(msgspec.Struct, frozen=True):
     weight_scale: float = 1.0
     shared_width: int = 0
     counted_per_group: int = 2
+    with_mlp: bool = False
+    shared_gate: bool = False
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -233,12 +245,22 @@ class LayerSpec(msgspec.Struct, frozen=True):
         rope: Index into `ModelSpec.ropes`; None leaves positions out (NoPE).
         sparse: The feed-forward part is the mixture of experts.
         state_mixer: What it has in place of attention; None for attention.
+        query_rope: As `rope`, for queries; None turns them as keys.
+        head_size, num_kv_heads, width: Where they are not the model's; None for those.
+        kv_from: The layer whose keys and values it reads, having none of its own.
+        values_are_keys: One projection makes keys and values.
     """
 
     window: int | None
     rope: int | None
     sparse: bool
     state_mixer: StateMixer | None = None
+    query_rope: int | None = None
+    head_size: int | None = None
+    num_kv_heads: int | None = None
+    width: int | None = None
+    kv_from: int | None = None
+    values_are_keys: bool = False
 
 
 class KVSize(msgspec.Struct, frozen=True):
@@ -318,7 +340,12 @@ class TensorNaming(msgspec.Struct, frozen=True):
         selection_bias: The name of `MoESpec.selection_bias` within a layer.
         shared_expert: The name of the expert of all tokens within a layer.
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
+        gate_above_up: In such a tensor, an expert's gate is above its up; otherwise their rows are
+            in turn.
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
+        wrapped: The decoder is the text part of a larger model: what is outside of its prefix is
+            of the other parts.
+        bias_row: `selection_bias` is stored as one row [1, E].
         renames: Parts of the files' tensor names, and what they are in the standard names.
         ignored_module: A module of a layer that is not computed.
     """
@@ -334,11 +361,27 @@ class TensorNaming(msgspec.Struct, frozen=True):
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
+    wrapped: bool = False
+    bias_row: bool = False
+    gate_above_up: bool = False
     renames: tuple[tuple[str, str], ...] = ()
     ignored_module: str | None = None
 
 
 STANDARD_NAMING = TensorNaming()
+
+
+class LayerInputs(msgspec.Struct, frozen=True):
+    """What each layer gets of a token in addition to the stream (Gemma 4, Gemma 3n): a row of a
+    table, and a projection of the embedding.
+
+    Attributes:
+        size: Elements for each layer.
+        vocab_size: Rows of the table.
+    """
+
+    size: int
+    vocab_size: int
 
 
 class LongContext(msgspec.Struct, frozen=True):
@@ -381,6 +424,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
         attention_gate: What attention returns is multiplied by the sigmoid of a gate for each
             element, which the query projection computes, too.
         latent: Attention over latents; `head_size` is that of a query, and `num_kv_heads` is 1.
+        value_norm: Values are normed, without a weight, before they are kept.
+        layer_scalars: A number of each layer multiplies its output.
+        layer_inputs: What each layer gets of its own; None for nothing.
+        layer_norm: Norms subtract the mean (LayerNorm); with `norm_bias`, those of the stream add a
+            bias.
+        gated: The MLP has a gate; otherwise its activation is of up itself.
+        head_bias: The output projection has a bias.
     """
 
     architecture: str
@@ -420,6 +470,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
     attention_gate: bool = False
     encoder: EncoderSpec | None = None
     latent: LatentSpec | None = None
+    value_norm: bool = False
+    layer_scalars: bool = False
+    layer_inputs: LayerInputs | None = None
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated: bool = True
+    head_bias: bool = False
 
     @property
     def kv_size(self) -> KVSize:
@@ -442,16 +499,40 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token: one group of those that have attention; none in
-        an encoder, whose texts are computed in one step.
+        """The layers by what they keep of a token, but for those without attention and those that
+        read another layer's keys; none in an encoder, whose texts are computed in one step.
         """
         if self.encoder is not None:
             return ()
-        size = self.kv_size
-        return kv_groups([None if layer.state_mixer else size for layer in self.layers])
+        return kv_groups(
+            [
+                None if layer.state_mixer or layer.kv_from is not None else self.of_layer(i).kv_size
+                for i, layer in enumerate(self.layers)
+            ]
+        )
 
     @property
     def state_sizes(self) -> tuple[StateSize, ...]:
         """What each layer without attention keeps of a sequence, in ascending order."""
         mixers = [layer.state_mixer for layer in self.layers]
         return tuple([mixer.kept for mixer in mixers if mixer is not None])
+
+    def of_layer(self, index: int) -> ModelSpec:
+        """The model with the sizes of one layer."""
+        layer = self.layers[index]
+        sizes = {
+            "head_size": layer.head_size,
+            "num_kv_heads": layer.num_kv_heads,
+            "intermediate_size": layer.width,
+        }
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, **given) if given else self
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the model's sizes and their own keys, and nothing but the stream
+        goes from one to the next.
+        """
+        own_sizes = any(self.of_layer(index) is not self for index in range(self.num_layers))
+        shares = any(layer.kv_from is not None for layer in self.layers)
+        return not own_sizes and not shares and self.layer_inputs is None

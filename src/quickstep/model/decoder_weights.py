@@ -10,9 +10,10 @@ from quickstep.ops.weights import HeadWeight, LinearWeight
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
-    """qkv: hidden -> (H + 2 K) * D in that order, or (2 H + 2 K) * D where attention has a gate:
-    queries, gates, keys, values; norms are None without QK norm; sinks [H]
-    float32, None where the architecture has none.
+    """qkv: hidden -> (H + 2 K) * D in that order, without what the layer has not (`LayerSpec`), or
+    (2 H + 2 K) * D where attention has a gate: queries, gates, keys, values; norms are None without
+    QK norm; sinks [H] float32, None where the architecture has none. v_norm are ones, for values
+    that are normed without a weight.
     """
 
     qkv: LinearWeight
@@ -20,6 +21,7 @@ class AttentionWeights(msgspec.Struct, frozen=True):
     q_norm: AnyTensor | None
     k_norm: AnyTensor | None
     sinks: AnyTensor | None
+    v_norm: AnyTensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,26 +84,65 @@ StateMixerWeights = ShortConvLayerWeights | GatedDeltaWeights | Mamba2Weights
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
-    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
+    """gate_up: hidden -> 2 * width, gate first, or up only of an MLP without a gate; down_proj:
+    width -> hidden.
+    """
 
     gate_up: LinearWeight
     down_proj: LinearWeight
 
 
+class MixtureNorms(msgspec.Struct, frozen=True):
+    """Norms of an MLP and experts that are added (`MoESpec.with_mlp`): of the router's input, of
+    the MLP's output, of the experts' input and of their output.
+    """
+
+    router: AnyTensor
+    mlp: AnyTensor
+    before: AnyTensor
+    after: AnyTensor
+
+
 class MoEWeights(msgspec.Struct, frozen=True):
     """A mixture of experts: router hidden -> experts; what is added to the experts' shares for the
-    choice, [E] float32, and the expert of all tokens, where there are such.
+    choice, [E] float32, and the expert of all tokens with its gate hidden -> 1, where there are
+    such. With an MLP that is
+    added to them, its norms, and the factors of the experts' weights, [E] float32.
     """
 
     router: LinearWeight
     experts: ExpertWeights
     selection_bias: AnyTensor | None = None
     shared: MLPWeights | None = None
+    mlp: MLPWeights | None = None
+    norms: MixtureNorms | None = None
+    factors: AnyTensor | None = None
+    shared_gate: LinearWeight | None = None
+
+
+class LayerInputWeights(msgspec.Struct, frozen=True):
+    """What a layer does with its own input: gate hidden -> I, output I -> hidden, and its norm."""
+
+    gate: LinearWeight
+    output: LinearWeight
+    norm: AnyTensor
+
+
+class ModelInputWeights(msgspec.Struct, frozen=True):
+    """Of the inputs of all layers, one after another: a table [V, L * I], a projection
+    hidden -> L * I, and the norm [I] of what it makes for a layer.
+    """
+
+    table: AnyTensor | LinearWeight
+    projection: LinearWeight
+    norm: AnyTensor
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
     """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
+    `scalar` multiplies the layer's output; None for 1. Biases are of the norms before attention and
+    before the feed-forward part.
     """
 
     mixer: AttentionWeights | LatentWeights | StateMixerWeights
@@ -110,6 +151,10 @@ class LayerWeights(msgspec.Struct, frozen=True):
     post_attention_layernorm: AnyTensor | None
     pre_feedforward_layernorm: AnyTensor | None
     post_feedforward_layernorm: AnyTensor | None
+    inputs: LayerInputWeights | None = None
+    scalar: float | None = None
+    input_bias: AnyTensor | None = None
+    feedforward_bias: AnyTensor | None = None
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
@@ -123,3 +168,5 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     layers: tuple[LayerWeights, ...]
     final_norm: AnyTensor
     lm_head: LinearWeight | None
+    layer_inputs: ModelInputWeights | None = None
+    final_bias: AnyTensor | None = None

@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
     GatedDelta,
     LatentSpec,
+    LayerInputs,
     LayerSpec,
     Mamba2,
     MoESpec,
@@ -34,11 +36,15 @@ Windows = tuple[int | None, ...]
 
 
 class Ropes(msgspec.Struct, frozen=True):
-    """All frequency sets of a model, which one each layer uses, and the length they allow."""
+    """All frequency sets of a model, which one each layer uses, and the length they allow.
+
+    `of_queries` are a layer's own set for queries, where that is another one than for keys.
+    """
 
     specs: tuple[RopeSpec, ...]
     of_layer: tuple[int | None, ...]
     max_model_len: int
+    of_queries: tuple[int | None, ...] = ()
 
 
 # Of each layer what it has in place of attention; None for attention.
@@ -48,8 +54,9 @@ StateMixers = tuple[StateMixer | None, ...]
 def make_layers(
     windows: Windows, ropes: Ropes, sparse: Sequence[bool], mixers: StateMixers
 ) -> tuple[LayerSpec, ...]:
-    """Zip the four patterns."""
-    columns = zip(windows, ropes.of_layer, sparse, mixers, strict=True)
+    """Zip the patterns."""
+    queries = ropes.of_queries or (None,) * len(windows)
+    columns = zip(windows, ropes.of_layer, sparse, mixers, queries, strict=True)
     return tuple([LayerSpec(*column) for column in columns])
 
 
@@ -375,6 +382,11 @@ def qwen_experts(fields: ConfigFields) -> MoESpec:
     )
 
 
+def qwen_vl_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen's, always normalised."""
+    return replace(qwen_experts(fields), normalise=True)
+
+
 def glm_experts(fields: ConfigFields) -> MoESpec:
     """DeepSeek-V3's: a sigmoid, a bias of each expert, groups, and an expert of all tokens."""
     count = fields.optional_integer("num_local_experts") or fields.integer("n_routed_experts")
@@ -563,3 +575,278 @@ def _read_training_keys(fields: ConfigFields) -> None:
     """Where experts were, and what balanced them, in training."""
     for name in ("ep_size", "aux_loss_alpha", "seq_aux"):
         fields.value(name)
+
+
+def olmo3_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each fourth."""
+    return _every_nth_full(fields, num_layers, 4)
+
+
+def olmo3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Only full layers have scaled frequencies; older files have one scaling for both kinds."""
+    max_positions = fields.integer("max_position_embeddings")
+    given: dict[str, object] = {"rope_theta": fields.number("rope_theta")}
+    local: dict[str, object] = {"rope_theta": 500_000.0}  # `rope_theta` is of full layers only
+    newer = fields.mapping("rope_parameters") or {}
+    full = given | dict(fields.mapping("rope_scaling") or {}) | _nested(newer, "full_attention")
+    sliding = local | _nested(newer, "sliding_attention")
+    specs = tuple(read_rope(p, head_size, max_positions, None) for p in (full, sliding))
+    windows = olmo3_windows(fields, num_layers)
+    of_layer = tuple(0 if window is None else 1 for window in windows)
+    return Ropes(specs, of_layer, extended_len(specs[0], max_positions))
+
+
+def exaone_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each `sliding_window_pattern`-th; none without a window."""
+    window, pattern = fields.optional_integer("sliding_window"), 0
+    listed = _from_layer_types(fields, num_layers, window)
+    if listed is not None:
+        fields.value("sliding_window_pattern")  # may be letters, which the list spells out
+        return listed
+    if window is not None:
+        pattern = fields.integer("sliding_window_pattern")
+    return tuple(window if pattern and (i + 1) % pattern else None for i in range(num_layers))
+
+
+def exaone_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Full layers leave positions out where others slide."""
+    ropes = one_rope(fields, num_layers, head_size)
+    if fields.optional_integer("sliding_window") is None:
+        return ropes
+    windows = exaone_windows(fields, num_layers)
+    of_layer = tuple(None if window is None else 0 for window in windows)
+    return Ropes(ropes.specs, of_layer, ropes.max_model_len)
+
+
+def interleaved_rope(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; neighbours are turned."""
+    ropes = one_rope(fields, num_layers, head_size)
+    specs = tuple(replace(rope, interleaved=True) for rope in ropes.specs)
+    return replace(ropes, specs=specs)
+
+
+def ministral_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every layer slides, unless `layer_types` says otherwise."""
+    window = fields.optional_integer("sliding_window")
+    return _from_layer_types(fields, num_layers, window) or (window,) * num_layers
+
+
+def ministral3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; queries grow with the distance from the start, by `llama_4_scaling_beta`."""
+    max_positions = fields.integer("max_position_embeddings")
+    parameters = rope_parameters(fields)
+    parameters.pop("max_position_embeddings", None)  # the same number once more
+    growth = parameters.pop("llama_4_scaling_beta", None)
+    rope = read_rope(parameters, head_size, max_positions, None)
+    keys, longest = (0,) * num_layers, extended_len(rope, max_positions)
+    if not isinstance(growth, (int, float)) or not growth:
+        return Ropes((rope,), keys, longest)
+    grown = replace(rope, growth=float(growth), growth_len=rope.trained_len)
+    return Ropes((rope, grown), keys, longest, (1,) * num_layers)
+
+
+def minimax_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Full attention in every layer, which `attn_type_list` calls 1."""
+    kinds = fields.sequence("attn_type_list") or ()
+    if any(kind != 1 for kind in kinds):
+        raise ConfigError(f"{fields.source} has an attn_type_list of other layers than 1")
+    return full_attention(fields, num_layers)
+
+
+def minimax_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; released files state how many dimensions are rotated."""
+    max_positions = fields.integer("max_position_embeddings")
+    parameters = rope_parameters(fields)
+    rotated = fields.optional_integer("rotary_dim")
+    if rotated is not None:
+        parameters.setdefault("partial_rotary_factor", rotated / head_size)
+    rope = read_rope(parameters, head_size, max_positions, None)
+    return Ropes((rope,), (0,) * num_layers, extended_len(rope, max_positions))
+
+
+def minimax_experts(fields: ConfigFields) -> MoESpec:
+    """A sigmoid, and a bias of each expert for the choice."""
+    for name in ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"):
+        fields.value(name)  # of layers that are not there, and of heads that are not computed
+    return MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=True,
+        sigmoid=True,
+        selection_bias=True,
+    )
+
+
+def ernie_experts(fields: ConfigFields) -> MoESpec:
+    """A softmax, a bias of each expert for the choice, and an expert of all tokens."""
+    fields.value("moe_capacity")  # limits of a token's experts in training
+    width = fields.integer("moe_intermediate_size")
+    return MoESpec(
+        num_experts=fields.optional_integer("num_experts") or fields.integer("moe_num_experts"),
+        experts_per_token=fields.integer("moe_k"),
+        intermediate_size=width,
+        normalise=True,
+        selection_bias=True,
+        shared_width=width * (fields.optional_integer("moe_num_shared_experts") or 0),
+    )
+
+
+def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Each `moe_layer_interval`-th layer, from one to another."""
+    first = fields.optional_integer("moe_layer_start_index") or 0
+    last = fields.optional_integer("moe_layer_end_index")
+    last = num_layers - 1 if last in (None, -1) else last
+    step = fields.integer("moe_layer_interval")
+    return tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def gemma4_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each sixth and the last one."""
+    return (*_every_nth_full(fields, num_layers, 6)[:-1], None)
+
+
+def gemma4_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Full layers turn a part of wider heads, as if they turned all of them."""
+    max_positions = fields.integer("max_position_embeddings")
+    full: dict[str, object] = {"rope_type": "proportional", "rope_theta": 1_000_000.0}
+    full["partial_rotary_factor"] = 0.25
+    sliding: dict[str, object] = {"rope_theta": 10_000.0}
+    given = fields.mapping("rope_parameters")
+    if given is not None:
+        full, sliding = _nested(given, "full_attention"), _nested(given, "sliding_attention")
+    windows = gemma4_windows(fields, num_layers)
+    wide = {_full_size(fields, i) or head_size for i, w in enumerate(windows) if w is None}
+    if len(wide) > 1:
+        raise ConfigError(
+            f"{fields.source} has full layers of several head sizes; one is supported"
+        )
+    specs = (
+        read_rope(full, wide.pop(), max_positions, None),
+        read_rope(sliding, head_size, max_positions, None),
+    )
+    of_layer = tuple(0 if window is None else 1 for window in windows)
+    return Ropes(specs, of_layer, extended_len(specs[0], max_positions))
+
+
+def _full_size(fields: ConfigFields, layer: int) -> int | None:
+    """The head size of a full layer: newer files list what differs in each."""
+    listed = fields.mapping("per_layer_config")
+    if listed is not None:
+        size = _of_layer(listed, layer).get("head_dim")
+        return size if isinstance(size, int) else None
+    return fields.optional_integer("global_head_dim")
+
+
+def _of_layer(listed: Mapping[str, object], layer: int) -> Mapping[str, object]:
+    found = listed.get(str(layer))
+    return found if isinstance(found, Mapping) else {}
+
+
+def gemma4_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Full layers have other heads; the last layers read the keys of the last one of their kind
+    before them.
+    """
+    listed = fields.mapping("per_layer_config")
+    one_projection = fields.flag("attention_k_eq_v")
+    of_full = fields.optional_integer("num_global_key_value_heads") if one_projection else None
+    first_shared = len(layers) - (fields.optional_integer("num_kv_shared_layers") or 0)
+    is_wide = fields.flag("use_double_wide_mlp")
+    width = 2 * fields.integer("intermediate_size") if is_wide else None
+    found = []
+    for index, layer in enumerate(layers):
+        if layer.window is None:
+            heads: object = of_full
+            if listed is not None:
+                heads = _of_layer(listed, index).get("num_key_value_heads")
+            layer = replace(
+                layer,
+                head_size=_full_size(fields, index),
+                num_kv_heads=heads if isinstance(heads, int) else None,
+                values_are_keys=one_projection,
+            )
+        if index >= first_shared:
+            before = [i for i in range(first_shared) if layers[i].window == layer.window]
+            if not before:
+                raise ConfigError(
+                    f"{fields.source} has no layer before {first_shared} of the kind of layer "
+                    f"{index}, whose keys it would read"
+                )
+            layer = replace(layer, kv_from=before[-1], values_are_keys=False, width=width)
+        found.append(layer)
+    return tuple(found)
+
+
+def gemma4_inputs(fields: ConfigFields) -> LayerInputs | None:
+    """A row for each token of the vocabulary."""
+    rows = fields.optional_integer("vocab_size_per_layer_input")
+    size = fields.optional_integer("hidden_size_per_layer_input")
+    if not size:
+        return None
+    vocab_size = fields.integer("vocab_size")
+    if rows is None or rows < vocab_size:
+        raise ConfigError(
+            f"{fields.source} has inputs of layers for {rows} tokens of a vocabulary of "
+            f"{vocab_size}, each needs some"
+        )
+    return LayerInputs(size, rows)
+
+
+def gemma4_experts(fields: ConfigFields) -> MoESpec | None:
+    """Next to the MLP, where `enable_moe_block` is set."""
+    sizes = [fields.optional_integer(n) for n in ("top_k_experts", "moe_intermediate_size")]
+    count = fields.optional_integer("num_experts")
+    if not fields.flag("enable_moe_block"):
+        return None
+    return MoESpec(
+        num_experts=count or fields.integer("num_experts"),
+        experts_per_token=sizes[0] or fields.integer("top_k_experts"),
+        intermediate_size=sizes[1] or fields.integer("moe_intermediate_size"),
+        normalise=True,
+        with_mlp=True,
+    )
+
+
+def gemma4_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All layers or none."""
+    return (fields.flag("enable_moe_block"),) * num_layers
+
+
+def cohere2_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each `sliding_window_pattern`-th (3 to 1 by default)."""
+    period = fields.optional_integer("sliding_window_pattern") or 4
+    fields.optional_integer("layer_switch")  # the same number
+    return _every_nth_full(fields, num_layers, period)
+
+
+def cohere2_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Neighbours are turned where layers slide; full layers leave positions out."""
+    ropes = interleaved_rope(fields, num_layers, head_size)
+    windows = cohere2_windows(fields, num_layers)
+    return replace(ropes, of_layer=tuple(None if window is None else 0 for window in windows))
+
+
+def qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every other of the first `max_window_layers` slides if `use_sliding_window` is set."""
+    window = fields.optional_integer("sliding_window") or None
+    window = window if fields.flag("use_sliding_window") else None
+    last = fields.optional_integer("max_window_layers") or 0
+    listed = _from_layer_types(fields, num_layers, window)
+    return listed or tuple(window if i % 2 == 0 and i < last else None for i in range(num_layers))
+
+
+def qwen2_moe_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen3's, and an expert of all tokens with a gate."""
+    width = fields.integer("shared_expert_intermediate_size")
+    return replace(qwen_experts(fields), shared_width=width, shared_gate=True)
+
+
+def qwen3_5_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen2's, always normalised."""
+    return replace(qwen2_moe_experts(fields), normalise=True)
+
+
+def expert_width(fields: ConfigFields) -> int:
+    """That of an expert: no layer has another feed-forward part."""
+    fields.optional_integer("intermediate_size")
+    return fields.integer("moe_intermediate_size")

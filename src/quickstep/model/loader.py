@@ -26,9 +26,17 @@ from quickstep.model.checkpoint.tensor_reader import (
 )
 from quickstep.model.checkpoint.tensor_schema import (
     DELTA_PROJECTIONS,
+    EXPERT_FACTORS,
     LATENT_HEADS,
+    LAYER_INPUTS,
+    LAYER_SCALAR,
+    MIXTURE_NORMS,
+    ROUTER_SCALE,
     STATE_MIXER,
+    bias_of,
     layer_norms,
+    qkv_parts,
+    shared_gate,
 )
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
@@ -45,16 +53,18 @@ from quickstep.model.decoder_spec import (
     ModelSpec,
     QKNorm,
     ShortConv,
-    StateMixer,
 )
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Mamba2Weights,
+    MixtureNorms,
     MLPWeights,
+    ModelInputWeights,
     MoEWeights,
     ShortConvLayerWeights,
     StateMixerWeights,
@@ -76,6 +86,7 @@ from quickstep.ops.table import (
 )
 from quickstep.ops.tensors import (
     CPU,
+    FLOAT32,
     AnyTensor,
     DType,
     HostTensor,
@@ -173,6 +184,7 @@ def _load_model(
             "not compute; choose --device cpu, or --kernels reference, which is slow"
         )
     weights = open_weights(checkpoint.path, spec)
+    spec = weights.spec
     check_requantization(weights, load.quantization)
 
     def report(num_bytes: int, total_bytes: int) -> None:
@@ -309,7 +321,12 @@ class _Packing:
         embedding, projection = self.outer(names)
         layers = tuple(self._layers(names.prefix))
         final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
-        return DecoderWeights(embedding, layers, final_norm, projection)
+        has_inputs = self._spec.layer_inputs is not None
+        inputs = self._inputs_of_model(names.prefix) if has_inputs else None
+        final_bias = None
+        if self._spec.norm_bias:
+            final_bias = self._reader.tensor(f"{names.prefix}norm.bias")
+        return DecoderWeights(embedding, layers, final_norm, projection, inputs, final_bias)
 
     def outer(
         self, names: DecoderNames
@@ -323,8 +340,12 @@ class _Packing:
             return packed if stage.is_first else None, packed if stage.is_last else None
         return (
             self._embedding(names.embed_tokens) if stage.is_first else None,
-            self._matrix((names.lm_head,)) if stage.is_last else None,
+            self._head(names.lm_head) if stage.is_last else None,
         )
+
+    def _head(self, name: str) -> LinearWeight:
+        bias = self._reader.tensor(bias_of(name)) if self._spec.head_bias else None
+        return self._matrix((name,), bias)
 
     def _embedding(self, name: str) -> AnyTensor | LinearWeight:
         """An embedding that is no projection, packed where that needs no second copy of it or it is
@@ -339,27 +360,36 @@ class _Packing:
         for index in self._stage.layers(self._spec):
             yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index])
 
-    def _layer(self, start: str, spec: LayerSpec) -> LayerWeights:
+    def _layer(self, start: str, layer: LayerSpec) -> LayerWeights:
         def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
+        def bias(name: str | None) -> AnyTensor | None:
+            has_bias = name is not None and self._spec.norm_bias
+            return self._reader.tensor(f"{start}{name}.bias") if has_bias else None
+
         names = self._norms
         return LayerWeights(
-            mixer=self._mixer(start, spec.state_mixer),
-            mlp=self._experts(start) if spec.sparse else self._dense(f"{start}mlp."),
+            mixer=self._mixer(start, layer),
+            mlp=self._experts(start) if layer.sparse else self._dense(f"{start}mlp."),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
             pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
             post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
+            inputs=None if self._spec.layer_inputs is None else self._inputs_of_layer(start),
+            scalar=self._scalar(f"{start}{LAYER_SCALAR}") if self._spec.layer_scalars else None,
+            input_bias=bias(names.input_layernorm),
+            feedforward_bias=bias(names.pre_feedforward_layernorm),
         )
 
     def _mixer(
-        self, start: str, mixer: StateMixer | None
+        self, start: str, layer: LayerSpec
     ) -> AttentionWeights | LatentWeights | StateMixerWeights:
+        mixer = layer.state_mixer
         if mixer is None and self._spec.latent is not None:
             return self._latent_attention(f"{start}self_attn.", self._spec.latent)
         if mixer is None:
-            return self._attention(f"{start}self_attn.")
+            return self._attention(f"{start}self_attn.", layer)
         start += STATE_MIXER
         taps = self._reader.tensor(f"{start}conv1d.weight").float()
         taps = transposed(taps.view(taps.shape[0], taps.shape[2]))
@@ -416,17 +446,36 @@ class _Packing:
             self._linear(start, ("out_proj",), mixer.bias),
         )
 
-    def _attention(self, start: str) -> AttentionWeights:
+    def _scalar(self, name: str) -> float:
+        return float(self._reader.tensor(name).float().numpy()[0])
+
+    def _inputs_of_layer(self, start: str) -> LayerInputWeights:
+        return LayerInputWeights(
+            self._linear(start, (LAYER_INPUTS.gate,), bias=False),
+            self._linear(start, (LAYER_INPUTS.output,), bias=False),
+            self._reader.tensor(f"{start}{LAYER_INPUTS.output_norm}.weight"),
+        )
+
+    def _inputs_of_model(self, prefix: str) -> ModelInputWeights:
+        return ModelInputWeights(
+            self._embedding(f"{prefix}{LAYER_INPUTS.table}.weight"),
+            self._linear(prefix, (LAYER_INPUTS.projection,), bias=False),
+            self._reader.tensor(f"{prefix}{LAYER_INPUTS.norm}.weight"),
+        )
+
+    def _attention(self, start: str, layer: LayerSpec) -> AttentionWeights:
         spec = self._spec
-        fused = spec.naming.fused_qkv
-        parts = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
+        parts = ("qkv_proj",) if spec.naming.fused_qkv else qkv_parts(layer)
         normed = spec.qk_norm is not QKNorm.NONE
+        has_keys = layer.kv_from is None
+        q_norm = self._reader.tensor(f"{start}q_norm.weight") if normed else None
         return AttentionWeights(
             qkv=self._linear(start, parts, spec.qkv_bias),
             o_proj=self._linear(start, ("o_proj",), spec.output_bias),
-            q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
-            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
+            q_norm=q_norm,
+            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed and has_keys else None,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
+            v_norm=_ones_like(q_norm) if spec.value_norm and has_keys else None,
         )
 
     def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
@@ -450,6 +499,7 @@ class _Packing:
     def _dense(self, start: str) -> MLPWeights:
         fused = self._spec.naming.fused_gate_up
         parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+        parts = parts if self._spec.gated else ("up_proj",)
         bias = self._spec.mlp_bias
         return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
@@ -473,12 +523,28 @@ class _Packing:
         selection_bias, shared = None, None
         if moe.selection_bias:
             selection_bias = self._reader.tensor(f"{start}{naming.selection_bias}").float()
+            selection_bias = selection_bias.view(moe.num_experts)
         if moe.shared_width:
             shared = MLPWeights(
                 self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
-        return MoEWeights(router, ExpertWeights(*matrices, data), selection_bias, shared)
+        packed_gate = None
+        if moe.shared_gate:  # never quantized: one output
+            of_shared = self._reader.tensor(f"{start}{shared_gate(self._spec)}")
+            packed_gate = self._ops.pack_linear(of_shared, None)
+        of_experts = ExpertWeights(*matrices, data)
+        experts = MoEWeights(router, of_experts, selection_bias, shared, shared_gate=packed_gate)
+        return self._with_mlp(start, experts) if moe.with_mlp else experts
+
+    def _with_mlp(self, start: str, experts: MoEWeights) -> MoEWeights:
+        names = (ROUTER_SCALE, *(f"{name}.weight" for name in MIXTURE_NORMS))
+        return replace(
+            experts,
+            mlp=self._dense(f"{start}mlp."),
+            norms=MixtureNorms(*(self._reader.tensor(f"{start}{name}") for name in names)),
+            factors=self._reader.tensor(f"{start}{EXPERT_FACTORS}").float(),
+        )
 
     def _router(self, name: str, bias: AnyTensor | None) -> LinearWeight:
         load = self._ops.load_linear
@@ -520,3 +586,11 @@ def _by_heads(weight: AnyTensor, latent: LatentSpec) -> tuple[AnyTensor, AnyTens
     of_heads = weight.view(shape)
     keys_of_heads = of_heads[:, : latent.nope_size].transpose(1, 2)
     return keys_of_heads.contiguous(), of_heads[:, latent.nope_size :].contiguous()
+
+
+def _ones_like(weight: AnyTensor | None) -> AnyTensor:
+    assert weight is not None, "values are normed where queries are"
+    if isinstance(weight, HostTensor):
+        ones = HostTensor(np.ones(tuple(weight.shape), np.float32), FLOAT32)
+        return ones.to(weight.dtype)
+    return weight.new_ones(weight.shape)

@@ -69,6 +69,10 @@ def make_rope_table(rope: RopeSpec, max_model_len: int, device: torch.device | D
     if scale != 1.0:
         cos *= scale
         sin *= scale
+    if rope.growth:
+        grown = _growth(rope, max_model_len)[:, None]
+        cos *= grown
+        sin *= grown
     return RopeTable(_tensor(cos, device), _tensor(sin, device))
 
 
@@ -92,6 +96,9 @@ def _frequencies(rope: RopeSpec, max_model_len: int) -> Floats:
     powers = _power(rope.theta, _exponents(rope))
     plain = np.float32(1) / powers
     if rope.kind is RopeKind.LINEAR:
+        return plain / np.float32(rope.factor)
+    if rope.kind is RopeKind.PROPORTIONAL:
+        plain[rope.num_turned :] = 0.0
         return plain / np.float32(rope.factor)
     if rope.kind is RopeKind.LLAMA3:
         return _llama3_frequencies(rope, plain)
@@ -153,3 +160,9 @@ def _attention_factor(rope: RopeSpec) -> float:
             scale /= yarn_scale(rope.factor, rope.mscale_all_dim)
         return scale * rope.attn_factor
     return 1.0
+
+
+def _growth(rope: RopeSpec, max_model_len: int) -> Floats:
+    """[max_model_len] float32, the factor of each position."""
+    periods = np.arange(max_model_len, dtype=np.int64) // rope.growth_len
+    return (1.0 + rope.growth * np.log1p(periods.astype(np.float64))).astype(np.float32)

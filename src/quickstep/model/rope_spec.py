@@ -26,6 +26,7 @@ class RopeKind(enum.Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -42,6 +43,10 @@ class RopeSpec(msgspec.Struct, frozen=True):
         beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's ramp and scale.
         short_factor, long_factor: longrope's divisors per dimension, within and beyond
             `trained_len`.
+        interleaved: Neighbours are turned, dimensions 2 i and 2 i + 1, not i and i + dim / 2.
+        growth, growth_len: cos and sin are multiplied by 1 + growth ln(1 + p // growth_len) at
+            position p: what is turned so grows with the distance from the start (Llama 4).
+        num_turned: Only so many of the first pairs are turned, as if all were (proportional).
     """
 
     kind: RopeKind
@@ -60,6 +65,10 @@ class RopeSpec(msgspec.Struct, frozen=True):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     attn_factor: float = 1.0
+    interleaved: bool = False
+    growth: float = 0.0
+    growth_len: int = 1
+    num_turned: int = 0
 
     def needs_long_factors(self, max_model_len: int) -> bool:
         """Whether every position has longrope's long factors, because sequences may be longer than
@@ -102,7 +111,8 @@ def read_rope(
     if kind is None:
         known = ", ".join(sorted(_KINDS))
         raise ConfigError(f"config.json asks for rope type {name!r}; supported are {known}")
-    dim = int(head_size * fields.number("partial_rotary_factor"))
+    part = fields.number("partial_rotary_factor")
+    dim = head_size if kind is RopeKind.PROPORTIONAL else int(head_size * part)
     if dim < 2 or dim % 2:
         raise ConfigError(f"config.json rotates {dim} dimensions of a head, it must be even")
     theta = fields.number("rope_theta")
@@ -115,7 +125,12 @@ def read_rope(
     rope = RopeSpec(kind, dim, theta, original or max_positions)
     for key in _FOR_IMAGES:
         fields.value(key)
-    if kind is not RopeKind.DEFAULT:
+    if kind is RopeKind.PROPORTIONAL:
+        factor = fields.optional_number("factor") or 1.0
+        turned = int(part * head_size // 2)
+        rope = RopeSpec(kind, dim, theta, rope.trained_len, factor, num_turned=turned)
+        fields.refuse_unread(_NEUTRAL)
+    elif kind is not RopeKind.DEFAULT:
         rope = _read_scaling(fields, rope, max_positions)
         fields.refuse_unread(_NEUTRAL)
     elif not (parameters.get("rope_type") or parameters.get("type")):

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import Projection, embedding_number, lm_head_number
-from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS
+from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS, bias_of
 from quickstep.model.chosen_rows import ChosenRows, NumberedRows, module_of, taken_rows
-from quickstep.model.decoder_spec import LatentSpec, ModelSpec
+from quickstep.model.decoder_spec import LatentSpec, ModelSpec, QKNorm
 from quickstep.ops.table import LoRAPart, Ranks
 from quickstep.ops.tensors import FLOAT32, Array, HostTensor
 
@@ -70,6 +70,11 @@ def check_ranks(spec: ModelSpec, size: int) -> None:
             f"--tensor-parallel-size is {size}, but {spec.architecture} runs through transformers, "
             "in one process; leave the option out"
         )
+    if not spec.is_uniform and size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, but layers of {spec.architecture} differ in their "
+            "sizes, or share keys, which ranks do not divide; leave the option out"
+        )
     possible = [count for count in range(1, spec.num_heads + 1) if _divides(spec, count)]
     if size not in possible:
         raise ConfigError(
@@ -102,7 +107,7 @@ class ShardedSource(ChosenRows):
         self, source: TensorSource, spec: ModelSpec, names: DecoderNames, shard: Shard
     ) -> None:
         super().__init__(source)
-        self._outer = (names.embed_tokens, names.lm_head)
+        self._outer = (names.embed_tokens, names.lm_head, bias_of(names.lm_head))
         self._vocab = shard.outputs(spec.vocab_size), spec.vocab_size
         self._modules = _module_rows(spec, shard)
         self._experts, self._of_experts = f".{spec.naming.experts}.", _expert_rows(spec, shard)
@@ -191,7 +196,8 @@ def _outputs(number: int, spec: ModelSpec, shard: Shard) -> tuple[range, ...]:
     if projection is Projection.ROUTER:
         assert spec.moe is not None
         return (range(spec.moe.num_experts),)
-    return _module_rows(spec, shard)[_MODULES[projection]][0]
+    is_up = projection is Projection.GATE_UP and not spec.gated
+    return _module_rows(spec, shard)["up_proj" if is_up else _MODULES[projection]][0]
 
 
 def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:
@@ -205,6 +211,10 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
     num_queries, num_keys = spec.num_heads * size, spec.num_kv_heads * size
     hidden = shard.outputs(spec.hidden_size)
     fused_keys = _moved(keys, num_queries)
+    of_each_head = {
+        "q_norm": ((heads,), spec.num_heads),
+        "k_norm": ((kv_heads,), spec.num_kv_heads),
+    }
     return {
         "q_proj": ((queries,), num_queries),
         "k_proj": ((keys,), num_keys),
@@ -216,6 +226,7 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
         "o_proj": ((hidden,), spec.hidden_size),
         **_mlp_rows(spec.intermediate_size, spec.hidden_size, shard),
         "sinks": ((heads,), spec.num_heads),
+        **(of_each_head if spec.qk_norm is QKNorm.EACH_HEAD else {}),
     }
 
 

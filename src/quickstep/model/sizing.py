@@ -24,6 +24,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     layer_tensors,
     num_parameters,
     outer_tensors,
+    shared_gate,
 )
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
@@ -178,9 +179,12 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        is_plain = len(shape) != 2 or name.endswith(
-            (f"{spec.naming.router}.weight", f"{LATENT_HEADS}.weight")
+        plain = (
+            f"{spec.naming.router}.weight",
+            f"{LATENT_HEADS}.weight",
+            shared_gate(spec),
         )
+        is_plain = len(shape) != 2 or name.endswith(plain)
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total
@@ -240,23 +244,29 @@ def activation_bytes(
 
     `scratch_bytes` are what the op table needs for each element at the widest point of a layer.
     """
-    num_queries = spec.num_heads * (2 if spec.attention_gate else 1)
+    of_layers = [spec.of_layer(index) for index in range(spec.num_layers)]
+    per_head = 2 if spec.attention_gate else 1
+    heads = [(per_head * one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in of_layers]
     mixers = {layer.state_mixer for layer in spec.layers}
     widths = [mixer.num_inputs for mixer in mixers if mixer is not None]
     if spec.latent is not None:
         widths.append(spec.num_heads * spec.pair_size)  # queries over latents, and their results
-    attention = max((num_queries + 2 * spec.num_kv_heads) * spec.head_size, *widths, 0)
-    widest = max(attention, 2 * spec.intermediate_size)
+    attention = max(*heads, *widths, 0)
+    intermediate_size = max(one.intermediate_size for one in of_layers)
+    widest = max(attention, 2 * intermediate_size)
     rows_of_experts = 0  # bytes
     if spec.moe is not None:
         # at worst every token is sent to the same experts; the rows of all of them are kept
         width = spec.hidden_size + spec.moe.intermediate_size
         rows_of_experts = spec.moe.experts_per_token * width * dtype_bytes
         widest = max(attention, 2 * spec.moe.intermediate_size, 2 * spec.hidden_size)
-        if not all(layer.sparse for layer in spec.layers):
-            widest = max(widest, 2 * spec.intermediate_size)
+        if spec.moe.with_mlp or not all(layer.sparse for layer in spec.layers):
+            widest = max(widest, 2 * intermediate_size)
+    inputs = 0
+    if spec.layer_inputs is not None:  # those of all layers, as they are found, made and added
+        inputs = 4 * spec.num_layers * spec.layer_inputs.size * dtype_bytes
     per_token = (3 * spec.hidden_size + 2 * widest) * dtype_bytes + widest * scratch_bytes
-    per_token += rows_of_experts
+    per_token += rows_of_experts + inputs
     emitting = min(max_num_seqs, max_num_batched_tokens)
     return max_num_batched_tokens * per_token + 3 * emitting * spec.vocab_size * 4
 

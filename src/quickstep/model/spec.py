@@ -19,7 +19,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
+from quickstep.model.architectures import (
+    ARCHITECTURES,
+    MODEL_TYPES,
+    WRAPPERS,
+    Architecture,
+    text_part,
+)
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
@@ -28,6 +34,7 @@ from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
     LongContext,
     ModelSpec,
+    NormPlacement,
     QKNorm,
     TensorNaming,
 )
@@ -46,6 +53,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_WITHOUT_GATE = {"relu": "relu", "relu2": "relu2"}
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -67,7 +75,7 @@ def _read_spec(path: str | Path) -> ModelSpec:
         naming = replace(spec.naming, fused_experts=False, expert_parts=_gguf_experts(spec.naming))
         return replace(spec, norm_offset=0.0, naming=naming)
     name = _architecture_name(config)
-    if name in ARCHITECTURES:
+    if name in ARCHITECTURES or name in WRAPPERS:
         return parse_spec(config)
     if name in ENCODERS:
         return read_encoder_spec(Path(path), config, name)
@@ -104,14 +112,15 @@ def read_config(path: str | Path) -> dict[str, object]:
 def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     """The spec of a native architecture's config. Raises ConfigError."""
     name = _architecture_name(config)
-    architecture = ARCHITECTURES[name]
+    architecture = _architecture(config, name)
     values = dict(config)
     text_config = values.pop("text_config", None)
     if isinstance(text_config, dict):
         outer: dict[str, object] = {
             key: values[key] for key in ("dtype", "torch_dtype") if key in values
         }
-        values = outer | text_config
+        tied = values.get("tie_word_embeddings") is True  # else as the text part says
+        values = outer | text_config | ({"tie_word_embeddings": True} if tied else {})
     for key in _QUANTIZATION_KEYS:  # how weights are stored is `formats.detect`'s part
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
@@ -150,6 +159,22 @@ def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _architecture(config: Mapping[str, object], name: str) -> Architecture:
+    """The entry of a name, or of the text part of a wrapper."""
+    if name not in WRAPPERS:
+        return ARCHITECTURES[name]
+    text = config.get("text_config")
+    inner = WRAPPERS[name]
+    if isinstance(text, Mapping) and (text.get("architectures") or text.get("model_type")):
+        inner = _architecture_name(text)
+    if inner not in ARCHITECTURES:
+        raise ConfigError(
+            f"the text part of {name} is {inner!r}, which Quickstep does not run natively; its "
+            f"text part may be {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return text_part(ARCHITECTURES[inner])
+
+
 def _architecture_name(config: Mapping[str, object]) -> str:
     listed = config.get("architectures")
     if isinstance(listed, list) and listed:
@@ -177,6 +202,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         )
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
+    sparse = entry.sparse(fields, num_layers)
     mixers = entry.mixers(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False
     multiplied = entry.multipliers
@@ -191,29 +217,36 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=ropes.max_model_len,
-        layers=make_layers(windows, ropes, entry.sparse(fields, num_layers), mixers),
+        layers=entry.sizes(fields, make_layers(windows, ropes, sparse, mixers)),
         ropes=ropes.specs,
         norm_eps=fields.number(entry.norm_eps_key),
         attention_scale=entry.scale(fields, head_size),
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
         activation=_activation(fields, entry),
-        norm_placement=entry.norm_placement,
+        norm_placement=_norm_placement(fields, entry),
         norm_offset=entry.norm_offset,
         qk_norm=_qk_norm(fields, entry),
         qkv_bias=entry.qkv_bias or bias,
-        output_bias=entry.output_bias and bias,
+        output_bias=_output_bias(fields, entry, bias),
         mlp_bias=fields.flag(entry.mlp_bias_key) if entry.mlp_bias_key else False,
         sinks=entry.sinks,
         attention_softcap=_softcap(fields, entry, "attn_logit_softcapping"),
         logit_softcap=_softcap(fields, entry, "final_logit_softcapping"),
         embedding_multiplier=hidden_size**0.5 if entry.scaled_embedding else embedding,
         residual_multiplier=fields.number("residual_multiplier") if multiplied else 1.0,
-        logit_divisor=fields.number("logits_scaling") if multiplied else 1.0,
+        logit_divisor=_logit_divisor(fields, entry),
         tied=fields.flag("tie_word_embeddings"),
         moe=entry.experts(fields),
         naming=entry.naming,
         attention_gate=entry.attention_gate,
         latent=latent,
+        value_norm=entry.value_norm,
+        layer_scalars=entry.layer_scalars,
+        layer_inputs=entry.layer_inputs(fields),
+        layer_norm=entry.layer_norm,
+        norm_bias=entry.norm_bias,
+        gated=entry.gated,
+        head_bias=entry.head_bias,
     )
 
 
@@ -222,15 +255,33 @@ def _activation(fields: ConfigFields, entry: Architecture) -> str:
     if entry.clamped_swiglu:
         return _clamped_swiglu(fields)
     name = fields.text(entry.activation_key)
-    if name not in _ACTIVATIONS:
-        known = ", ".join(sorted(_ACTIVATIONS))
+    possible = _ACTIVATIONS if entry.gated else _ACTIVATIONS | _WITHOUT_GATE
+    if name not in possible:
+        known = ", ".join(sorted(possible))
         raise ConfigError(f"config.json asks for activation {name!r}; supported are {known}")
-    return _ACTIVATIONS[name]
+    return possible[name]
+
+
+def _norm_placement(fields: ConfigFields, entry: Architecture) -> NormPlacement:
+    is_parallel = entry.parallel_key is not None and fields.flag(entry.parallel_key)
+    return NormPlacement.PARALLEL if is_parallel else entry.norm_placement
+
+
+def _logit_divisor(fields: ConfigFields, entry: Architecture) -> float:
+    if entry.logit_scale_key is not None:
+        return 1.0 / (fields.optional_number(entry.logit_scale_key) or 1.0)
+    return fields.number("logits_scaling") if entry.multipliers else 1.0
+
+
+def _output_bias(fields: ConfigFields, entry: Architecture, bias: bool) -> bool:
+    if entry.output_bias_key is not None:
+        return fields.flag(entry.output_bias_key)
+    return entry.output_bias and bias
 
 
 def _qk_norm(fields: ConfigFields, entry: Architecture) -> QKNorm:
     is_switched = entry.qk_norm_key is not None and fields.flag(entry.qk_norm_key)
-    return QKNorm.HEAD if is_switched else entry.qk_norm
+    return entry.switched_qk_norm if is_switched else entry.qk_norm
 
 
 def _clamped_swiglu(fields: ConfigFields) -> str:
@@ -273,7 +324,8 @@ def with_context(spec: ModelSpec, max_model_len: int | None, allow_longer: bool)
         )
     ratio = max_model_len / limit
     # a layer with a window sees no distance that it was not trained for
-    wide = {layer.rope for layer in spec.layers if layer.window is None or layer.window > limit}
+    seeing = [layer for layer in spec.layers if layer.window is None or layer.window > limit]
+    wide = {rope for layer in seeing for rope in (layer.rope, layer.query_rope)}
     ropes = tuple(
         _scaled(rope, ratio, limit) if index in wide else rope
         for index, rope in enumerate(spec.ropes)

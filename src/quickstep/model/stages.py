@@ -98,6 +98,11 @@ def check_stages(spec: ModelSpec, num_stages: int) -> None:
             f"--pipeline-parallel-size is {num_stages}, but {spec.architecture} runs through "
             "transformers, in one process; leave the option out"
         )
+    if not spec.is_uniform or spec.layer_scalars:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {num_stages}, but layers of {spec.architecture} need "
+            "more of the ones before than stages pass on; leave the option out"
+        )
     if num_stages > spec.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size is {num_stages}, but the model has {spec.num_layers} "

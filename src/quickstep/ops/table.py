@@ -509,6 +509,39 @@ class RMSNormOp(Protocol):
     def __call__(self, x: Tensor, weight: AnyTensor, eps: float, offset: float, /) -> Tensor: ...
 
 
+class LayerNormOp(Protocol):
+    """x [T, C] -> [T, C]: (x - mean) / sqrt(variance + eps) * (weight + offset) + bias, computed in
+    fp32, rounded once; without a bias where it is None. Of [T, H, D], the weight is [H, D].
+    """
+
+    def __call__(
+        self, x: Tensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float, /
+    ) -> Tensor: ...
+
+
+class AddLayerNormOp(Protocol):
+    """(normed, x + residual), as `LayerNormOp` of the sum [T, C]."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ActivationOp(Protocol):
+    """x [T, N] -> [T, N]: act(x), times `factor` [T, N] where there is one, computed in fp32,
+    rounded once. Kind is `silu`, `gelu`, `gelu_tanh`, `relu` or `relu2`, its square.
+    """
+
+    def __call__(self, x: Tensor, factor: Tensor | None, kind: str, /) -> Tensor: ...
+
+
 class AddRMSNormOp(Protocol):
     """(normed, x + residual), as `RMSNormOp` of the sum."""
 
@@ -646,11 +679,16 @@ class RouteOp(Protocol):
     """A router's outputs [T, E], a rule, and what is added to the shares for the choice only, [E]
     float32: shares in fp64, the A largest, ties to the lower number, and their weights. Those of a
     softmax are rounded to the outputs' dtype. A token with a NaN, or with inf for a softmax, has
-    NaN weights.
+    NaN weights. `factors` [E] float32 multiply an expert's weights in the end.
     """
 
     def __call__(
-        self, scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None, /
+        self,
+        scores: Tensor,
+        rule: RoutingRule,
+        selection_bias: AnyTensor | None,
+        factors: AnyTensor | None = None,
+        /,
     ) -> Routing: ...
 
 
@@ -792,6 +830,7 @@ class OpTable(msgspec.Struct, frozen=True):
             where they are not counted. Benchmarks take the difference of two readings.
         experts, route: None where `ops.reference.experts` computes them.
         gate, short_conv, gated_delta, mamba: None where `ops.reference.states` computes them.
+        layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
         adapter_table: None where adapters cannot be recorded.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         latent: None where there are no kernels of attention over latents.
@@ -834,3 +873,6 @@ class OpTable(msgspec.Struct, frozen=True):
     gated_delta: GatedDeltaOp | None = None
     mamba: Mamba2Op | None = None
     latent: LatentOps | None = None
+    layer_norm: LayerNormOp | None = None
+    add_layer_norm: AddLayerNormOp | None = None
+    activation: ActivationOp | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import write_architectures_reference
 import write_environment_reference
 import write_errors_reference
 import write_flags_reference
@@ -25,6 +26,7 @@ VARIABLES = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding=
 @pytest.mark.parametrize(
     "page",
     [
+        write_architectures_reference,
         write_environment_reference,
         write_errors_reference,
         write_metrics_reference,

@@ -16,13 +16,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER
+from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER, qkv_parts
 from quickstep.model.chosen_rows import gate_order
 from quickstep.model.decoder_spec import (
     GatedDelta,
     LatentSpec,
+    LayerSpec,
     ModelSpec,
-    StateMixer,
     TensorNaming,
 )
 from quickstep.model.decoder_weights import (
@@ -195,18 +195,10 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     """All that an adapter can change by name: `layers.0.self_attn.q_proj`, `embed_tokens`,
     `lm_head`. Experts that a checkpoint holds in one tensor are not among them.
     """
-    hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
-    gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
-    if naming.fused_gate_up:
-        gate_up = [("mlp.gate_up_proj", 2 * width)]
-    mlp = [
-        (Projection.GATE_UP, gate_up, hidden),
-        (Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width),
-    ]
+    hidden, naming = spec.hidden_size, spec.naming
     found: dict[str, LoRAModule] = {}
     for layer, kind in enumerate(spec.layers):
-        mixer = list(_mixer_modules(spec, kind.state_mixer))
-        for projection, parts, num_inputs in mixer if kind.sparse else mixer + mlp:
+        for projection, parts, num_inputs in _dense_modules(spec.of_layer(layer), kind):
             first = 0
             for name, num_outputs in parts:
                 rows = gate_order(spec) if name == "self_attn.q_proj" else ()
@@ -225,15 +217,29 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
 _Modules = tuple[Projection, list[tuple[str, int]], int]
 
 
-def _mixer_modules(spec: ModelSpec, mixer: StateMixer | None) -> Iterator[_Modules]:
-    hidden = spec.hidden_size
+def _dense_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
+    """The matrices of a layer but the experts."""
+    yield from _mixer_modules(spec, layer)
+    if layer.sparse and not (spec.moe is not None and spec.moe.with_mlp):
+        return
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
+    if spec.naming.fused_gate_up:
+        gate_up = [("mlp.gate_up_proj", 2 * width)]
+    yield Projection.GATE_UP, gate_up if spec.gated else [("mlp.up_proj", width)], hidden
+    yield Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width
+
+
+def _mixer_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
+    hidden, mixer = spec.hidden_size, layer.state_mixer
     if mixer is None and spec.latent is not None:
         yield from _latent_modules(spec, spec.latent)
         return
     if mixer is None:
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        gated = 2 * queries if spec.attention_gate else queries
-        qkv = [("self_attn.q_proj", gated), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+        widths = (2 * queries if spec.attention_gate else queries, keys, keys)
+        names = [f"self_attn.{name}" for name in qkv_parts(layer)]
+        qkv = list(zip(names, widths, strict=False))
         if spec.naming.fused_qkv:
             qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
         yield Projection.QKV, qkv, hidden

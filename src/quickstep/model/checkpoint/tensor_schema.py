@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import (
     LatentSpec,
+    LayerSpec,
     Mamba2,
     ModelSpec,
     NormPlacement,
@@ -32,6 +34,28 @@ DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 LATENT_HEADS = "kv_b_proj"
 
 
+class LayerInputNames(msgspec.Struct, frozen=True):
+    """Checkpoint names of `LayerInputs`: of the model, and in each layer."""
+
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    output_norm: str = "post_per_layer_input_norm"
+
+
+LAYER_INPUTS = LayerInputNames()
+LAYER_SCALAR = "layer_scalar"
+# Of `MoESpec.with_mlp`: norms of the MLP's output, of the experts' input and of their output.
+MIXTURE_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+ROUTER_SCALE, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
+
+
 class LayerNorms(msgspec.Struct, frozen=True):
     """Checkpoint names of a layer's norms, by place (`LayerWeights`); None where there is none."""
 
@@ -45,6 +69,8 @@ def layer_norms(spec: ModelSpec) -> LayerNorms:
     """The norms of every layer. Note `post_attention_layernorm`: its place differs by family."""
     if spec.norm_placement is NormPlacement.PRE:
         return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
+    if spec.norm_placement is NormPlacement.PARALLEL:
+        return LayerNorms("input_layernorm", None, None, None)
     if spec.norm_placement is NormPlacement.POST:
         return LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     return LayerNorms(
@@ -55,25 +81,51 @@ def layer_norms(spec: ModelSpec) -> LayerNorms:
     )
 
 
+def bias_of(weight: str) -> str:
+    """The name of the bias of a matrix or a norm."""
+    return f"{weight.removesuffix('.weight')}.bias"
+
+
 def outer_tensors(spec: ModelSpec, prefix: str, head: str) -> Shapes:
     """The tensors outside of the layers. A tied model has no output projection of its own."""
     shapes: Shapes = {
         f"{prefix}embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         f"{prefix}norm.weight": (spec.hidden_size,),
     }
+    if spec.norm_bias:
+        shapes[f"{prefix}norm.bias"] = (spec.hidden_size,)
     if not spec.tied:
         shapes[head] = (spec.vocab_size, spec.hidden_size)
+    if spec.head_bias:
+        shapes[bias_of(head)] = (spec.vocab_size,)
+    inputs = spec.layer_inputs
+    if inputs is not None:
+        width = spec.num_layers * inputs.size
+        shapes[f"{prefix}{LAYER_INPUTS.table}.weight"] = (inputs.vocab_size, width)
+        shapes[f"{prefix}{LAYER_INPUTS.projection}.weight"] = (width, spec.hidden_size)
+        shapes[f"{prefix}{LAYER_INPUTS.norm}.weight"] = (inputs.size,)
     return shapes
 
 
 def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     """The tensors of one layer."""
     start = f"{prefix}layers.{index}."
-    mixer = spec.layers[index].state_mixer
-    relative = dict(_attention(spec) if mixer is None else _state_mixer(mixer, spec.hidden_size))
-    for name in _norm_names(spec):
+    layer, spec = spec.layers[index], spec.of_layer(index)
+    mixer = layer.state_mixer
+    of_mixer = _attention(spec, layer) if mixer is None else _state_mixer(mixer, spec.hidden_size)
+    relative = dict(of_mixer)
+    for name in _norm_names(spec, layer.sparse):
         relative[f"{name}.weight"] = (spec.hidden_size,)
-    relative.update(_mlp(spec, spec.layers[index].sparse))
+        if spec.norm_bias:
+            relative[f"{name}.bias"] = (spec.hidden_size,)
+    relative.update(_mlp(spec, layer.sparse))
+    if spec.layer_inputs is not None:
+        size, hidden = spec.layer_inputs.size, spec.hidden_size
+        relative[f"{LAYER_INPUTS.gate}.weight"] = (size, hidden)
+        relative[f"{LAYER_INPUTS.output}.weight"] = (hidden, size)
+        relative[f"{LAYER_INPUTS.output_norm}.weight"] = (hidden,)
+    if spec.layer_scalars:
+        relative[LAYER_SCALAR] = (1,)
     return {start + name: shape for name, shape in relative.items()}
 
 
@@ -82,7 +134,7 @@ def num_parameters(spec: ModelSpec) -> int:
     if spec.parameter_count is not None:
         return spec.parameter_count
     count = _count(outer_tensors(spec, "", "head"))
-    kinds = [(layer.sparse, layer.state_mixer) for layer in spec.layers]
+    kinds = [replace(layer, window=None, rope=None, query_rope=None) for layer in spec.layers]
     first_of = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     per_kind = {kind: _count(layer_tensors(spec, "", i)) for kind, i in first_of.items()}
     return count + sum(per_kind[kind] for kind in kinds)
@@ -92,18 +144,31 @@ def _count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _norm_names(spec: ModelSpec) -> list[str]:
+def _norm_names(spec: ModelSpec, sparse: bool) -> list[str]:
     norms = layer_norms(spec)
+    of_mixture = MIXTURE_NORMS if sparse and spec.moe is not None and spec.moe.with_mlp else ()
     names = (
         norms.input_layernorm,
         norms.post_attention_layernorm,
         norms.pre_feedforward_layernorm,
         norms.post_feedforward_layernorm,
     )
-    return [name for name in names if name is not None]
+    return [*(name for name in names if name is not None), *of_mixture]
 
 
-def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+def shared_gate(spec: ModelSpec) -> str:
+    """Within a layer, what `MoESpec.shared_gate` is a product with."""
+    return f"{spec.naming.shared_expert}_gate.weight"
+
+
+def qkv_parts(layer: LayerSpec) -> tuple[str, ...]:
+    """The projections of queries, keys and values that a layer has."""
+    if layer.kv_from is not None:
+        return ("q_proj",)
+    return ("q_proj", "k_proj") if layer.values_are_keys else ("q_proj", "k_proj", "v_proj")
+
+
+def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     if spec.latent is not None:
         yield from latent_tensors(spec, spec.latent)
         return
@@ -112,8 +177,8 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     if spec.naming.fused_qkv:
         projections = [("qkv_proj", queries + 2 * keys)]
     else:
-        gated = 2 * queries if spec.attention_gate else queries
-        projections = [("q_proj", gated), ("k_proj", keys), ("v_proj", keys)]
+        widths = (2 * queries if spec.attention_gate else queries, keys, keys)
+        projections = list(zip(qkv_parts(layer), widths, strict=False))
     for name, width in projections:
         yield f"self_attn.{name}.weight", (width, hidden)
         if spec.qkv_bias:
@@ -124,9 +189,14 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     if spec.sinks:
         yield "self_attn.sinks", (spec.num_heads,)
     if spec.qk_norm is not QKNorm.NONE:
-        is_full = spec.qk_norm is QKNorm.FULL
-        yield "self_attn.q_norm.weight", (queries if is_full else spec.head_size,)
-        yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
+        size = spec.head_size
+        of_queries, of_keys = {
+            QKNorm.FULL: ((queries,), (keys,)),
+            QKNorm.EACH_HEAD: ((spec.num_heads, size), (spec.num_kv_heads, size)),
+        }.get(spec.qk_norm, ((size,), (size,)))
+        yield "self_attn.q_norm.weight", of_queries
+        if layer.kv_from is None:
+            yield "self_attn.k_norm.weight", of_keys
 
 
 def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
@@ -191,14 +261,20 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             projections = [(gate, 2 * width, hidden), (down, hidden, width)]
         yield from _projection(naming.router, spec.moe.num_experts, hidden, spec.moe.biases)
         if spec.moe.selection_bias:
-            yield naming.selection_bias, (spec.moe.num_experts,)
+            row = (1,) if naming.bias_row else ()
+            yield naming.selection_bias, (*row, spec.moe.num_experts)
         if spec.moe.shared_width:
             yield from _gated(naming.shared_expert, spec.moe.shared_width, hidden)
+        if spec.moe.shared_gate:
+            yield shared_gate(spec), (1, hidden)
         for expert in range(spec.moe.num_experts):
             for name, outputs, inputs in projections:
                 module = f"{naming.experts}.{expert}.{name}"
                 yield from _projection(module, outputs, inputs, spec.moe.biases)
-        return
+        if not spec.moe.with_mlp:
+            return
+        yield ROUTER_SCALE, (hidden,)
+        yield EXPERT_FACTORS, (spec.moe.num_experts,)
     width = spec.intermediate_size
     if naming.fused_gate_up:
         projections = [("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)]
@@ -208,7 +284,7 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             ("up_proj", width, hidden),
             ("down_proj", hidden, width),
         ]
-    for name, outputs, inputs in projections:
+    for name, outputs, inputs in projections if spec.gated else projections[1:]:
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
 
 

@@ -36,7 +36,7 @@ from quickstep.model.checkpoint.tensor_schema import (
 )
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
-from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
+from quickstep.model.formats.fused_experts import FusedExperts, as_stored, find_fused_experts
 from quickstep.model.quantization import MatrixFormat, common_form
 from quickstep.model.spec import read_config
 
@@ -197,6 +197,11 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         )
         return msgspec.structs.replace(names, head_stored=not is_same)
 
+    def other_parts(self) -> tuple[str, ...]:
+        """The other parts of a larger model than its decoder, by the modules that hold them."""
+        found = filter(self._is_of_another_part, set(self.files.tensors) - set(self.stored()))
+        return tuple(sorted({_module_at_top(name) for name in found}))
+
     def rounded_again(self) -> tuple[str, ...]:
         """The matrices whose stored values no product here reads: they are rounded once more."""
         forms = ((name, self._form(name, shape)) for name, shape in self.shapes.items())
@@ -252,9 +257,13 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return True
         if name.endswith(".bias") and len(tensor.shape) == 4:
             return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension
-        if self._is_beside(name):
+        if self._is_beside(name) or self._is_of_another_part(name):
             return True
         return self.storage is not None and self.storage.has_no_effect(name)
+
+    def _is_of_another_part(self, name: str) -> bool:
+        """Whether it belongs to another part than the decoder of a larger model."""
+        return self.spec.naming.wrapped and not name.startswith(self.names.prefix)
 
     def _is_beside(self, name: str) -> bool:
         """Whether it belongs to another head, or to a layer after the last one."""
@@ -287,13 +296,15 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
 def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     config = read_config(path)
     files = _renamed(open_checkpoint_files(path), spec.naming.renames)
+    in_files = {name: tensor.shape for name, tensor in files.tensors.items()}
+    spec = as_stored(spec, in_files)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
         shapes[names.lm_head] = (spec.vocab_size, spec.hidden_size)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, names.prefix, index))
-    experts = find_fused_experts(spec, quantization_config(config))
+    experts = find_fused_experts(spec, quantization_config(config), in_files)
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
 
@@ -317,6 +328,11 @@ def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:
     used = [prefix for prefix in naming.prefixes if f"{prefix}embed_tokens" in modules]
     heads = [name for name in naming.heads if name.removesuffix(".weight") in modules]
     return DecoderNames((used or naming.prefixes)[0], (heads or naming.heads)[0], bool(heads))
+
+
+def _module_at_top(name: str) -> str:
+    """`visual` of `model.visual.blocks.0.norm.weight`."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def _stack_of(name: str) -> str:

@@ -85,6 +85,8 @@ class FusedExpertsSource:
             return self._mxfp4_rows(found)
         _, inputs, outputs = self._reader.shape(found.name)
         part = found.index, self._experts.num_experts
+        if self._experts.outputs_first:
+            return self._reader.rows(found.name, inputs, part=part), outputs
         rows = replace(
             self._reader.rows(found.name, outputs, part=part),
             layout="columns",

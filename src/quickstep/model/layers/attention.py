@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Attention:
     """A `Mixer`: queries of a token over the keys and values of it and of those before it.
 
-    `place` is that of its keys and values in a `KVCache`.
+    `place` is that of its keys and values in a `KVCache`, or of those that it reads.
     """
 
     def __init__(self, ops: LayerOps, weights: AttentionWeights, place: int) -> None:
@@ -26,18 +26,24 @@ class Attention:
         self._ops = ops
         self._weights = weights
         self._place = place
+        self._has_keys = layer.kv_from is None
+        self._values_are_keys = layer.values_are_keys
         self._rope = layer.rope
+        self._query_rope = layer.rope if layer.query_rope is None else layer.query_rope
+        self._interleaved = layer.rope is not None and spec.ropes[layer.rope].interleaved
         self._params = AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
 
     @property
-    def kv_size(self) -> KVSize:
-        """K and V of the rank's heads."""
-        return self._ops.own.kv_size
+    def kv_size(self) -> KVSize | None:
+        """K and V of the rank's heads; None where it reads another layer's."""
+        return self._ops.own.kv_size if self._has_keys else None
 
     def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
         """Write the KV of x [T, hidden], return its queries [T, H, D], and the gates [T, H * D] of
         what attention returns, if there are any.
         """
+        if not self._has_keys:
+            return (self._queries(x, step),)
         q, k, v, *gates = self._qkv(x, step.lora)
         return self._write(q, k, v, step), *gates
 
@@ -46,12 +52,15 @@ class Attention:
         table = self._ops.table
         keys, values = step.kv.keys[self._place], step.kv.values[self._place]
         slots = step.layout.slot_mapping
-        if self._rope is not None:
+        pairs = self._interleaved
+        if self._rope is not None and self._rope == self._query_rope:
             cos, sin = step.rotations[self._rope]
             if table.rotary_write_kv is not None and values is not None:
-                return table.rotary_write_kv(q, k, v, cos, sin, False, keys, values, slots)
-            q = table.rotary(q, cos, sin, False)
-            k = table.rotary(k, cos, sin, False)
+                return table.rotary_write_kv(q, k, v, cos, sin, pairs, keys, values, slots)
+        if self._query_rope is not None:
+            q = table.rotary(q, *step.rotations[self._query_rope], pairs)
+        if self._rope is not None:
+            k = table.rotary(k, *step.rotations[self._rope], pairs)
         table.write_kv(k, v, keys, values, slots)
         return q
 
@@ -77,14 +86,30 @@ class Attention:
         q = qkv[:, :queries]
         if own.attention_gate:
             gates, qkv = (qkv[:, queries : 2 * queries],), qkv[:, queries:]
-        k, v = qkv[:, queries : queries + keys], qkv[:, queries + keys :]
+        k = qkv[:, queries : queries + keys]
+        v = k if self._values_are_keys else qkv[:, queries + keys :]
         if own.qk_norm is QKNorm.FULL:
             q, k = self._norm_complete_qk(q, k)
         q = q.view(-1, own.num_heads, own.head_size)
         k, v = (part.view(-1, own.num_kv_heads, own.head_size) for part in (k, v))
-        if own.qk_norm is QKNorm.HEAD:
+        if own.qk_norm in (QKNorm.HEAD, QKNorm.EACH_HEAD):
             q, k = self._norm_qk(q, k)
+        if weights.v_norm is not None:
+            v = self._ops.norm(v, weights.v_norm)
         return q, k, v, *gates
+
+    def _queries(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Queries [T, H, D] of a layer without keys, normed and turned."""
+        own, weights = self._ops.own, self._weights
+        q = self._ops.linear(x, weights.qkv, Projection.QKV, step.lora)
+        q = q.view(-1, own.num_heads, own.head_size)
+        if own.qk_norm is QKNorm.HEAD:
+            assert weights.q_norm is not None
+            q = self._ops.norm(q, weights.q_norm)
+        if self._query_rope is None:
+            return q
+        rotation = step.rotations[self._query_rope]
+        return self._ops.table.rotary(q, *rotation, self._interleaved)
 
     def _norm_complete_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Norms over the heads of all ranks, of which the rank's own are returned."""
@@ -100,4 +125,4 @@ class Attention:
     def _norm_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         weights = self._weights
         assert weights.q_norm is not None and weights.k_norm is not None
-        return self._ops.rms_norm(q, weights.q_norm), self._ops.rms_norm(k, weights.k_norm)
+        return self._ops.norm(q, weights.q_norm), self._ops.norm(k, weights.k_norm)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
-from quickstep.model.decoder_weights import MLPWeights, MoEWeights
+from quickstep.model.decoder_weights import MixtureNorms, MLPWeights, MoEWeights
 from quickstep.model.layers.layer_ops import LayerOps
 from quickstep.ops.table import ExpertLoRA, ExpertParts, LoRAMapping, RoutingRule
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 class FeedForward(Protocol):
     """`[T, hidden] -> [T, hidden]`."""
 
-    def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
-        """Of x [T, hidden], with the tokens' adapters."""
+    def forward(self, x: Tensor, lora: LoRAMapping | None, stream: Tensor) -> Tensor:
+        """Of x [T, hidden], which is the stream normed, with the tokens' adapters."""
 
 
 def make_feed_forward(ops: LayerOps, weights: MLPWeights | MoEWeights) -> FeedForward:
     """What the weights are of."""
     if isinstance(weights, MoEWeights):
+        if weights.mlp is not None and weights.norms is not None:
+            return MLPAndExperts(ops, weights, weights.mlp, weights.norms)
         return MixtureOfExperts(ops, weights)
     return MLP(ops, weights, ops.spec.intermediate_size)
 
@@ -36,10 +38,17 @@ class MLP:
         self._weights = weights
         self._width = width
 
-    def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+    def forward(self, x: Tensor, lora: LoRAMapping | None, stream: Tensor) -> Tensor:
         """`FeedForward.forward`."""
+        del stream
+        return self.computed(x, lora)
+
+    def computed(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+        """Of x [T, hidden]."""
         ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
-        if lora is None and table.gated_linear is not None:
+        if not spec.gated:
+            x = ops.activation(ops.linear(x, weights.gate_up, Projection.GATE_UP, lora), None)
+        elif lora is None and table.gated_linear is not None:
             x = table.gated_linear(x, weights.gate_up, spec.activation)
         else:
             gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
@@ -60,15 +69,20 @@ class MixtureOfExperts:
         if weights.shared is not None and ops.spec.moe is not None:
             self._shared = MLP(ops, weights.shared, ops.spec.moe.shared_width)
 
-    def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+    def forward(self, x: Tensor, lora: LoRAMapping | None, stream: Tensor) -> Tensor:
         """`FeedForward.forward`."""
+        del stream
+        return self.computed(x, x, lora)
+
+    def computed(self, x: Tensor, routed: Tensor, lora: LoRAMapping | None) -> Tensor:
+        """Of x [T, hidden], whose experts are chosen by `routed` [T, hidden]."""
         ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
         moe = spec.moe
         assert moe is not None
-        scores = table.linear(x, weights.router)
+        scores = table.linear(routed, weights.router)
         adapters = None
         if lora is not None:
-            table.add_lora_(scores, x, module_number(ops.index, Projection.ROUTER), lora)
+            table.add_lora_(scores, routed, module_number(ops.index, Projection.ROUTER), lora)
             adapters = ExpertLoRA(lora, expert_number(spec, ops.index, 0, Projection.GATE_UP))
         route, experts = table.route, table.experts
         of_ranks = table.ranks is not None and table.reads_lengths  # a GPU's op knows no ranks
@@ -85,10 +99,35 @@ class MixtureOfExperts:
             moe.weight_scale,
             moe.counted_per_group,
         )
-        routing = route(scores, rule, weights.selection_bias)
+        routing = route(scores, rule, weights.selection_bias, weights.factors)
         parts = None
         if table.ranks is not None:
             parts = ExpertParts(table.ranks, ops.shard.outputs(moe.intermediate_size))
         y = experts(x, routing, weights.experts, spec.activation, adapters, parts)
         y = ops.gather(y, spec.hidden_size)
-        return y if self._shared is None else y + self._shared.forward(x, None)
+        if self._shared is None:
+            return y
+        shared = self._shared.computed(x, None)
+        if weights.shared_gate is not None:
+            shared = ops.gated(shared, table.linear(x, weights.shared_gate))
+        return y + shared
+
+
+class MLPAndExperts:
+    """The MLP and a mixture of experts, each with its own norms, added."""
+
+    def __init__(
+        self, ops: LayerOps, weights: MoEWeights, mlp: MLPWeights, norms: MixtureNorms
+    ) -> None:
+        self._ops = ops
+        self._norms = norms
+        self._mlp = MLP(ops, mlp, ops.spec.intermediate_size)
+        self._experts = MixtureOfExperts(ops, weights)
+
+    def forward(self, x: Tensor, lora: LoRAMapping | None, stream: Tensor) -> Tensor:
+        """`FeedForward.forward`."""
+        ops, norms = self._ops, self._norms
+        dense = ops.norm(self._mlp.computed(x, lora), norms.mlp)
+        routed = ops.norm(stream, norms.router) * ops.spec.hidden_size**-0.5
+        mixed = self._experts.computed(ops.norm(stream, norms.before), routed, lora)
+        return dense + ops.norm(mixed, norms.after)

@@ -31,6 +31,7 @@ class LayerStep(msgspec.Struct, frozen=True):
         rotations: cos and sin [T, D_rot / 2] of each of the spec's `ropes`.
         lora: The tokens' adapters.
         state_rows: What the rows do with states; None for a model without any.
+        inputs: [T, L * I], what each of the L layers gets of its own; None for nothing.
     """
 
     layout: PagedLayout
@@ -38,10 +39,13 @@ class LayerStep(msgspec.Struct, frozen=True):
     rotations: tuple[tuple[Tensor, Tensor], ...]
     lora: LoRAMapping | None
     state_rows: StateRows | None = None
+    inputs: Tensor | None = None
 
     def of(self, emitting: EmittingTokens) -> LayerStep:
         """The step of the emitting tokens only, which write no more."""
-        return replace(self, layout=emitting.layout, lora=emitting.lora, rotations=())
+        inputs = None if self.inputs is None else self.inputs[emitting.tokens]
+        changes = {"layout": emitting.layout, "lora": emitting.lora, "inputs": inputs}
+        return replace(self, rotations=(), **changes)
 
 
 class Mixer(Protocol):

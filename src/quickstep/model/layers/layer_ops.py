@@ -22,7 +22,7 @@ class LayerOps(msgspec.Struct, frozen=True):
 
     Attributes:
         table: The op table.
-        spec: The complete model.
+        spec: The complete model, with the layer's sizes.
         own: The part of it that this rank's weights compute (`sharding.shard_spec`).
         shard: Which part that is.
         index: The layer's number, from 0.
@@ -43,9 +43,37 @@ class LayerOps(msgspec.Struct, frozen=True):
             self.table.add_lora_(y, x, module_number(self.index, projection), lora)
         return y
 
-    def rms_norm(self, x: Tensor, norm: AnyTensor) -> Tensor:
+    def norm(self, x: Tensor, weight: AnyTensor, bias: AnyTensor | None = None) -> Tensor:
         """As the architecture norms."""
-        return self.table.rms_norm(x, norm, self.spec.norm_eps, self.spec.norm_offset)
+        eps, offset = self.spec.norm_eps, self.spec.norm_offset
+        if not self.spec.layer_norm:
+            return self.table.rms_norm(x, weight, eps, offset)
+        if self.table.layer_norm is not None:
+            return self.table.layer_norm(x, weight, bias, eps, offset)
+        from quickstep.ops.reference.elementary import layer_norm  # it computes with torch
+
+        return layer_norm(x, weight, bias, eps, offset)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: AnyTensor, bias: AnyTensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum."""
+        eps, offset = self.spec.norm_eps, self.spec.norm_offset
+        if not self.spec.layer_norm:
+            return self.table.add_rms_norm(x, residual, weight, eps, offset)
+        if self.table.add_layer_norm is not None:
+            return self.table.add_layer_norm(x, residual, weight, bias, eps, offset)
+        from quickstep.ops.reference.elementary import add_layer_norm  # it computes with torch
+
+        return add_layer_norm(x, residual, weight, bias, eps, offset)
+
+    def activation(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        """The architecture's, times the factor."""
+        if self.table.activation is not None:
+            return self.table.activation(x, factor, self.spec.activation)
+        from quickstep.ops.reference.elementary import activation  # it computes with torch
+
+        return activation(x, factor, self.spec.activation)
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """x [T, N] times the sigmoid of gates [T, G], one for each of G equal parts."""

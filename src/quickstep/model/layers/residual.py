@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.model.decoder_spec import KVSize, ModelSpec, StateSize
+from quickstep.model.decoder_spec import KVSize, ModelSpec, NormPlacement, StateSize
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
@@ -54,6 +54,7 @@ class ResidualLayer:
         self._weights = weights
         self._mixer = mixer
         self._feed_forward = make_feed_forward(ops, weights.mlp)
+        self._is_parallel = ops.spec.norm_placement is NormPlacement.PARALLEL
 
     @property
     def kv_size(self) -> KVSize | None:
@@ -67,26 +68,44 @@ class ResidualLayer:
         them: once the mixer has written.
         """
         ops, weights = self._ops, self._weights
-        x, residual = _add_and_norm(ops, stream, weights.input_layernorm)
-        layer_input = residual
+        x, residual = _add_and_norm(ops, stream, weights.input_layernorm, weights.input_bias)
+        layer_input, normed = residual, x
         rows = self._mixer.write(x, step)
         if emitting is not None:
             rows = tuple([part[emitting.tokens] for part in rows])
             residual = residual[emitting.tokens]
+            normed = normed[emitting.tokens] if self._is_parallel else normed
             if not emitting.tokens.shape[0]:
                 return ResidualStream(residual), layer_input
             step = step.of(emitting)
         delta = self._norm_output(self._mixer.read(rows, step), weights.post_attention_layernorm)
+        if self._is_parallel:
+            mlp = self._norm_output(self._feed_forward.forward(normed, step.lora, residual), None)
+            return self._finished(residual, delta + mlp, step), layer_input
         stream = ResidualStream(residual, delta)
-        x, residual = _add_and_norm(ops, stream, weights.pre_feedforward_layernorm)
-        x = self._feed_forward.forward(x, step.lora)
+        norm, bias = weights.pre_feedforward_layernorm, weights.feedforward_bias
+        x, residual = _add_and_norm(ops, stream, norm, bias)
+        x = self._feed_forward.forward(x, step.lora, residual)
         delta = self._norm_output(x, weights.post_feedforward_layernorm)
-        return ResidualStream(residual, delta), layer_input
+        return self._finished(residual, delta, step), layer_input
+
+    def _finished(self, residual: Tensor, delta: Tensor, step: LayerStep) -> ResidualStream:
+        """With the layer's own input and scalar, where the architecture has such."""
+        ops, inputs, scalar = self._ops, self._weights.inputs, self._weights.scalar
+        if inputs is not None and step.inputs is not None and ops.spec.layer_inputs is not None:
+            residual = residual + delta
+            size = ops.spec.layer_inputs.size
+            own = step.inputs[:, ops.index * size : (ops.index + 1) * size]
+            gated = ops.activation(ops.table.linear(residual, inputs.gate), own)
+            delta = ops.norm(ops.table.linear(gated, inputs.output), inputs.norm)
+        if scalar is None:
+            return ResidualStream(residual, delta)
+        return ResidualStream((residual + delta) * scalar)
 
     def _norm_output(self, x: Tensor, norm: AnyTensor | None) -> Tensor:
         """Norm and scale a sub-block's output where the architecture does."""
         if norm is not None:
-            x = self._ops.rms_norm(x, norm)
+            x = self._ops.norm(x, norm)
         multiplier = self._ops.spec.residual_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
@@ -109,21 +128,23 @@ def build_layers(
     mixer_of: MixerOf = mixer_of,
 ) -> LayerStack:
     """The layers of a spec on an op table, from `first_layer` on; `weights` are the shard's."""
-    own = shard_spec(spec, shard)
     layers: list[ResidualLayer] = []
     states: list[StateSize] = []
-    num_with_kv = 0
+    places: dict[int, int] = {}  # in a `KVCache`, of layers that have one
     for index, layer in enumerate(weights.layers, first_layer):
-        ops = LayerOps(table, spec, own, shard, index)
-        state_mixer = spec.layers[index].state_mixer
-        place = num_with_kv if state_mixer is None else len(states)
+        of_layer, kind = spec.of_layer(index), spec.layers[index]
+        ops = LayerOps(table, of_layer, shard_spec(of_layer, shard), shard, index)
+        state_mixer = kind.state_mixer
+        place = len(places) if kind.kv_from is None else places[kind.kv_from]
+        place = place if state_mixer is None else len(states)
         layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, place)))
-        num_with_kv += layers[-1].kv_size is not None
+        if layers[-1].kv_size is not None:
+            places[index] = place
         states += () if state_mixer is None else (state_mixer.kept,)
-    outer = LayerOps(table, spec, own, shard, spec.num_layers)
+    outer = LayerOps(table, spec, shard_spec(spec, shard), shard, spec.num_layers)
 
     def end(stream: ResidualStream) -> Tensor:
-        return _add_and_norm(outer, stream, weights.final_norm)[0]
+        return _add_and_norm(outer, stream, weights.final_norm, weights.final_bias)[0]
 
     return LayerStack(ResidualStream, tuple(layers), end, _pack, _unpack, tuple(states))
 
@@ -139,15 +160,14 @@ def _unpack(carried: tuple[Tensor, ...]) -> ResidualStream:
 
 
 def _add_and_norm(
-    ops: LayerOps, stream: ResidualStream, norm: AnyTensor | None
+    ops: LayerOps, stream: ResidualStream, norm: AnyTensor | None, bias: AnyTensor | None
 ) -> tuple[Tensor, Tensor]:
     """The stream's sum, normed and as it is."""
     residual, delta = stream.residual, stream.delta
     if delta is not None and norm is not None:
-        eps, offset = ops.spec.norm_eps, ops.spec.norm_offset
-        return ops.table.add_rms_norm(delta, residual, norm, eps, offset)
+        return ops.add_norm(delta, residual, norm, bias)
     if delta is not None:
         residual = residual + delta
     if norm is None:
         return residual, residual
-    return ops.rms_norm(residual, norm), residual
+    return ops.norm(residual, norm, bias), residual

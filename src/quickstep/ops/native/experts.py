@@ -64,6 +64,7 @@ class _RouteCall(ctypes.Structure):
         ("scale", c_double),
         ("scores", c_void_p),
         ("bias", c_void_p),
+        ("factors", c_void_p),
         ("chosen", c_void_p),
         ("weights", c_void_p),
     )
@@ -154,13 +155,19 @@ class NativeExperts:
         kept = (*gate_up, *down_proj)
         return PackedExperts(self._library, handle.value, kept, next(iter(dtypes), None))
 
-    def route(self, scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None) -> Routing:
+    def route(
+        self,
+        scores: Tensor,
+        rule: RoutingRule,
+        selection_bias: AnyTensor | None,
+        factors: AnyTensor | None = None,
+    ) -> Routing:
         """`OpTable.route`."""
         dtype, num_experts = kernel_dtype(scores.dtype), scores.shape[1]
         if dtype is None or rule.per_token > MAX_PER_TOKEN:
             from quickstep.ops.reference.experts import route
 
-            return route(scores, rule, selection_bias)
+            return route(scores, rule, selection_bias, factors)
         scores = scores.contiguous()
         shape = (scores.shape[0], rule.per_token)
         chosen = scores.new_empty(shape, dtype=torch_dtype(INT64))
@@ -178,6 +185,7 @@ class NativeExperts:
             scale=rule.scale,
             scores=scores.data_ptr(),
             bias=None if selection_bias is None else _floats(selection_bias).data_ptr(),
+            factors=None if factors is None else _floats(factors).data_ptr(),
             chosen=chosen.data_ptr(),
             weights=weights.data_ptr(),
         )
@@ -233,6 +241,6 @@ class NativeExperts:
 
 
 def _floats(bias: AnyTensor) -> AnyTensor:
-    """The bias of a choice, as the loader made it."""
+    """A number of each expert, as the loader made it."""
     assert host_dtype(bias.dtype) == FLOAT32 and bias.is_contiguous()
     return bias

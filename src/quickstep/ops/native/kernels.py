@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
 from quickstep.ops.native.experts import NativeExperts
 from quickstep.ops.native.latent import NativeLatent
-from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
+from quickstep.ops.native.library import ACTIVATIONS, UNGATED, raise_for_status
 from quickstep.ops.native.lora import NativeLoRA
 from quickstep.ops.native.packed import (
     NativeLoading,
@@ -69,6 +69,8 @@ class NativeOps:
         self._add_rms_norm = library.qs_add_rms_norm
         self._rotary = library.qs_rotary
         self._gated_activation = library.qs_gated_activation
+        self._activation_of = library.qs_activation_of
+        self._layer_norm = library.qs_layer_norm
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
@@ -108,6 +110,9 @@ class NativeOps:
             write_kv=self._attention.write_kv,
             paged_attention=self._attention.paged_attention,
             gated_activation=self.gated_activation,
+            layer_norm=self.layer_norm,
+            add_layer_norm=self.add_layer_norm,
+            activation=self.activation,
             logits=self.logits,
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
@@ -343,6 +348,94 @@ class NativeOps:
         if status:
             raise_for_status(status, "gated_activation")
         return out
+
+    def activation(self, x: Tensor, factor: Tensor | None, kind: str) -> Tensor:
+        """`OpTable.activation`; rows may be slices of wider tensors."""
+        dtype = kernel_dtype(x.dtype)
+        if dtype is None or kind not in UNGATED:
+            from quickstep.ops.reference.elementary import activation
+
+            return activation(x, factor, kind)
+        x = _rows(x)
+        factor = None if factor is None else _rows(factor)
+        out = x.new_empty(x.shape)
+        status = self._activation_of(
+            self._context,
+            dtype,
+            UNGATED[kind],
+            x.data_ptr(),
+            x.stride(0),
+            None if factor is None else factor.data_ptr(),
+            0 if factor is None else factor.stride(0),
+            *x.shape,
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "activation")
+        return out
+
+    def layer_norm(
+        self, x: Tensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float
+    ) -> Tensor:
+        """`OpTable.layer_norm` over the last dimension of [T, C] or [T, H, D]."""
+        return self._layer_norm_of(x, None, weight, bias, eps, offset)[0]
+
+    def add_layer_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[Tensor, Tensor]:
+        """`OpTable.add_layer_norm` on [T, C]."""
+        return self._layer_norm_of(x.contiguous(), residual.contiguous(), weight, bias, eps, offset)
+
+    def _layer_norm_of(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The norm, and the sum of x and the residual."""
+        dtype = kernel_dtype(x.dtype)
+        others = [tensor for tensor in (weight, bias, residual) if tensor is not None]
+        if dtype is None or any(tensor.dtype != x.dtype for tensor in others):
+            from quickstep.ops.reference.elementary import add_layer_norm, layer_norm
+
+            if residual is not None:
+                return add_layer_norm(x, residual, weight, bias, eps, offset)
+            return layer_norm(x, weight, bias, eps, offset), x
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        assert weight.is_contiguous() and weight.numel() == inner * x.shape[-1]
+        out = x.new_empty(x.shape)
+        total = x if residual is None else x.new_empty(x.shape)
+        status = self._layer_norm(
+            self._context,
+            dtype,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            x.shape[0],
+            inner,
+            x.shape[-1],
+            x.stride(0),
+            inner_stride,
+            weight.data_ptr(),
+            x.shape[-1],
+            None if bias is None else bias.data_ptr(),
+            eps,
+            offset,
+            out.data_ptr(),
+            None if residual is None else total.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "layer_norm")
+        return out, total
 
     def logits(
         self,

@@ -26,11 +26,15 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+)
+# those that need no gate
+UNGATED: Mapping[str, int] = MappingProxyType(
+    {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 4, "relu2": 5}
 )
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE, _UNREADABLE, _PEER_LOST = range(7)
@@ -184,6 +188,7 @@ class OpKind:
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
     ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA, MAMBA, HEAD_LINEAR, LATENT_KEYS = range(18, 26)
+    ACTIVATION, LAYER_NORM = range(30, 32)
 
 
 class RowsOf:
@@ -466,6 +471,8 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),
     ("qs_rotary", _I, (_P, _I, _P, _L, _L, _L, _L, _P, _P, _L, _I, _P)),
     ("qs_gated_activation", _I, (_P, _I, _I, _P, _L, _L, _P)),
+    ("qs_activation_of", _I, (_P, _I, _I, _P, _L, _P, _L, _L, _L, _P)),
+    ("qs_layer_norm", _I, (_P, _I, _P, _P, *(_L,) * 5, _P, _L, _P, _F, _F, _P, _P)),
     ("qs_write_kv", _I, (_P, POINTER(KVWriteCall))),
     ("qs_move_kv", _I, (POINTER(KVMoveCall),)),
     ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
 from quickstep.ops.native.experts import MAX_PER_TOKEN, PackedExperts
-from quickstep.ops.native.library import ACTIVATIONS, OpKind, RowsOf
+from quickstep.ops.native.library import ACTIVATIONS, UNGATED, OpKind, RowsOf
 from quickstep.ops.native.packed import (
     PackedQuantized,
     PackedWeight,
@@ -365,6 +365,9 @@ class NativeRecorder:
             paged_attention=calls._paged_attention,
             move_kv=ops.move_kv,
             gated_activation=calls._gated_activation,
+            layer_norm=calls._layer_norm,
+            add_layer_norm=calls._add_layer_norm,
+            activation=calls._activation,
             logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,
             route=calls._route,
@@ -489,12 +492,63 @@ class NativeRecorder:
         )
         return out, total
 
+    def _layer_norm(
+        self, x: StepTensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float
+    ) -> StepTensor:
+        if x.stride(-1) != 1:
+            raise NotCapturable("a norm would have to copy its input")
+        shifted = 0 if bias is None else self._tape.fixed(bias, x.dtype)
+        inputs = (self._tape.operand(x), 0, self._tape.fixed(weight, x.dtype), shifted)
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        out, width = self._tape.like(x), x.shape[-1]
+        numbers = Numbers(
+            size=(inner, width, width), stride=(x.stride(0), inner_stride), scalar=(eps, offset)
+        )
+        self._tape.record(OpKind.LAYER_NORM, x, inputs, (out,), numbers)
+        return out
+
+    def _add_layer_norm(
+        self,
+        x: StepTensor,
+        residual: StepTensor,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[StepTensor, StepTensor]:
+        inputs = (
+            self._tape.contiguous(x),
+            self._tape.contiguous(residual),
+            self._tape.fixed(weight, x.dtype),
+            0 if bias is None else self._tape.fixed(bias, x.dtype),
+        )
+        out, total, width = self._tape.like(x), self._tape.like(x), x.shape[-1]
+        numbers = Numbers(size=(1, width, width), stride=(width, 0), scalar=(eps, offset))
+        self._tape.record(OpKind.LAYER_NORM, x, inputs, (out, total), numbers)
+        return out, total
+
+    def _activation(self, x: StepTensor, factor: StepTensor | None, kind: str) -> StepTensor:
+        if kind not in UNGATED:
+            raise NotCapturable(f"there is no native {kind} without a gate")
+        strides = [tensor.stride(1) for tensor in (x, factor) if tensor is not None]
+        if strides != [1] * len(strides):
+            raise NotCapturable("an activation would have to copy its input")
+        inputs = (self._tape.operand(x), 0 if factor is None else self._tape.operand(factor))
+        width = x.shape[1]
+        out = self._tape.new((width,), x.dtype, self._tape.rows_of(x))
+        stride = (x.stride(0), 0 if factor is None else factor.stride(0))
+        numbers = Numbers(size=(width,), stride=stride, option=UNGATED[kind])
+        self._tape.record(OpKind.ACTIVATION, x, inputs, (out,), numbers)
+        return out
+
     def _rotary(
         self, x: StepTensor, cos: StepTensor, sin: StepTensor, interleaved: bool
     ) -> StepTensor:
         if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
             raise NotCapturable("the rotary tables are not float32")
         inputs = (self._tape.heads(x), self._tape.contiguous(cos), self._tape.contiguous(sin))
+        if self._tape.ops[-1].kind == OpKind.ROTARY:
+            self._tape.keep_inputs()  # of the queries: the keys may be turned in the same loop
         out = self._tape.like(x)
         size = (x.shape[1], x.shape[2], cos.shape[1])
         numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
@@ -583,13 +637,18 @@ class NativeRecorder:
         return out
 
     def _route(
-        self, scores: StepTensor, rule: RoutingRule, selection_bias: AnyTensor | None
+        self,
+        scores: StepTensor,
+        rule: RoutingRule,
+        selection_bias: AnyTensor | None,
+        factors: AnyTensor | None = None,
     ) -> Routing:
         per_token = rule.per_token
         if per_token > MAX_PER_TOKEN:
             raise NotCapturable("a token has more experts than the native kernel chooses")
         bias = 0 if selection_bias is None else self._tape.fixed(selection_bias, FLOAT32)
-        inputs = (self._tape.contiguous(scores), bias)
+        of_experts = 0 if factors is None else self._tape.fixed(factors, FLOAT32)
+        inputs = (self._tape.contiguous(scores), bias, of_experts)
         rows = self._tape.rows_of(scores)
         chosen = self._tape.new((per_token,), INT64, rows)
         weights = self._tape.new((per_token,), FLOAT32, rows)

@@ -7,7 +7,15 @@ The same holds on CUDA, where fp64 products of these numbers are exact too.
 
 from __future__ import annotations
 
-from quickstep.ops.reference.elementary import add_rms_norm, gated_activation, rms_norm, rotary
+from quickstep.ops.reference.elementary import (
+    activation,
+    add_layer_norm,
+    add_rms_norm,
+    gated_activation,
+    layer_norm,
+    rms_norm,
+    rotary,
+)
 from quickstep.ops.reference.latent import latent_ops
 from quickstep.ops.reference.linear import embedding, linear, pack_linear, pack_quantized
 from quickstep.ops.reference.logits import Logits
@@ -39,6 +47,9 @@ def reference_ops() -> OpTable:
         write_kv=write_kv,
         paged_attention=paged_attention,
         gated_activation=gated_activation,
+        layer_norm=layer_norm,
+        add_layer_norm=add_layer_norm,
+        activation=activation,
         logits=Logits(linear, add_lora_),
         scratch_bytes=_SCRATCH_BYTES,
         move_kv=move_kv,

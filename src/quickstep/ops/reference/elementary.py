@@ -61,6 +61,37 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType
 )
 
 
+def _relu(x: Tensor) -> Tensor:
+    return x.clamp(min=0.0)
+
+
+UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": _silu,
+        "gelu": _gelu,
+        "gelu_tanh": _gelu_tanh,
+        "relu": _relu,
+        "relu2": lambda x: _relu(x) * _relu(x),
+    }
+)
+
+
+def check_ungated(kind: str) -> None:
+    """Raises ConfigError where `kind` is no key of UNGATED."""
+    if kind not in UNGATED:
+        known = ", ".join(UNGATED)
+        raise ConfigError(f"activation {kind!r} is not known without a gate; known are {known}")
+
+
+def activation(x: Tensor, factor: Tensor | None, kind: str) -> Tensor:
+    """X [T, N], times `factor` [T, N] where there is one; `kind` is a key of UNGATED."""
+    check_ungated(kind)
+    activated = UNGATED[kind](x.double())
+    if factor is not None:
+        activated = activated * factor.double()
+    return activated.float().to(x.dtype)
+
+
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """gate_up [T, 2 * N] -> [T, N]; `kind` is a key of ACTIVATIONS."""
     if kind not in ACTIVATIONS:
@@ -87,6 +118,33 @@ def add_rms_norm(
     """X, residual [T, C] -> (rms_norm(x + residual), x + residual); the sum is rounded first."""
     summed = (x.double() + residual.double()).float().to(x.dtype)
     return rms_norm(summed, weight, eps, offset), summed
+
+
+def layer_norm(
+    x: Tensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float
+) -> Tensor:
+    """X [..., C], weight [C] or that of each head -> [..., C]; see `ops.table.LayerNormOp`."""
+    wide = x.double()
+    mean = round_rows(wide, _SQUARE_BITS).sum(-1, keepdim=True) / x.shape[-1]
+    distance = wide - mean
+    square = round_rows(distance * distance, _SQUARE_BITS).sum(-1, keepdim=True) / x.shape[-1]
+    normed = distance * reciprocal_sqrt(square + eps) * (to_torch(weight).double() + offset)
+    if bias is not None:
+        normed = normed + to_torch(bias).double()
+    return normed.float().to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: AnyTensor,
+    bias: AnyTensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """X, residual [T, C] -> (layer_norm(x + residual), x + residual); the sum is rounded first."""
+    summed = (x.double() + residual.double()).float().to(x.dtype)
+    return layer_norm(summed, weight, bias, eps, offset), summed
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

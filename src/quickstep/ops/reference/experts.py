@@ -26,7 +26,12 @@ from quickstep.ops.weights import LinearWeight
 SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
 
 
-def route(scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None = None) -> Routing:
+def route(
+    scores: Tensor,
+    rule: RoutingRule,
+    selection_bias: AnyTensor | None = None,
+    factors: AnyTensor | None = None,
+) -> Routing:
     """`OpTable.route`."""
     shares = sigmoid(scores.double()) if rule.sigmoid else _softmax(scores)
     shares = torch.where(shares.isnan().any(-1, keepdim=True), torch.nan, shares)
@@ -43,7 +48,11 @@ def route(scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None = 
             total = total + weights[:, column]
         weights = weights / total.unsqueeze(1)
     weights = (weights * rule.scale).float()
-    return Routing(chosen, weights if rule.sigmoid else weights.to(scores.dtype).float())
+    if not rule.sigmoid:
+        weights = weights.to(scores.dtype).float()
+    if factors is not None:
+        weights = weights * to_torch(factors)[chosen]
+    return Routing(chosen, weights)
 
 
 def _of_best_groups(worth: Tensor, rule: RoutingRule) -> Tensor:

@@ -34,7 +34,14 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
 
     from quickstep.ops.reference.logits import Logits
     from quickstep.ops.triton.attention import paged_attention, plan_attention
-    from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm
+    from quickstep.ops.triton.elementary import (
+        activation,
+        add_layer_norm,
+        add_rms_norm,
+        gated_activation,
+        layer_norm,
+        rms_norm,
+    )
     from quickstep.ops.triton.experts import TritonExperts, pack_experts
     from quickstep.ops.triton.linear import embedding, gated_linear, linear, pack_linear
     from quickstep.ops.triton.logits import finished_logits
@@ -61,6 +68,9 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         add_rms_norm=add_rms_norm,
         rotary=rotary,
         gated_activation=gated_activation,
+        layer_norm=layer_norm,
+        add_layer_norm=add_layer_norm,
+        activation=activation,
         gated_linear=gated_linear,
         write_kv=write_kv,
         rotary_write_kv=rotary_write_kv,

@@ -1,4 +1,4 @@
-"""RMS norm with and without a residual, and gated activations.
+"""Norms with and without a residual, and activations with and without a gate.
 
 One program computes one row, or a block of it, in fp32 and rounds once: bits depend on that row and
 on its length only.
@@ -12,7 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.errors import ConfigError
-from quickstep.ops.reference.elementary import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU_LIMIT
+from quickstep.ops.reference.elementary import (
+    ACTIVATIONS,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    check_ungated,
+)
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded
 
@@ -89,6 +94,93 @@ def add_rms_norm(
 
 
 @triton.jit
+def _layer_norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    summed,
+    row_len,
+    num_weights,
+    eps,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row, with the weight of its head."""
+    number = tl.program_id(0).to(tl.int64)
+    row, head = number * row_len, number % num_weights * row_len
+    columns = tl.arange(0, BLOCK)
+    mask = columns < row_len
+    value = tl.load(x + row + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row + columns, mask=mask, other=0.0).to(tl.float32)
+        stored = rounded(value, summed.dtype.element_ty)
+        tl.store(summed + row + columns, stored, mask=mask)
+        value = stored.to(tl.float32)
+    distance = tl.where(mask, value - tl.sum(value, 0) / row_len, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / row_len + eps)
+    factor = tl.load(weight + head + columns, mask=mask, other=0.0).to(tl.float32) + offset
+    result = distance * scale * factor
+    if HAS_BIAS:
+        result += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + columns, rounded(result, out.dtype.element_ty), mask=mask)
+
+
+def _layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: AnyTensor,
+    bias: AnyTensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    out = torch.empty_like(x)
+    summed = x if residual is None else torch.empty_like(x)
+    row_len = x.shape[-1]
+    if x.numel():
+        _layer_norm_kernel[(x.numel() // row_len,)](
+            x,
+            residual,
+            to_torch(weight),
+            None if bias is None else to_torch(bias),
+            out,
+            summed,
+            row_len,
+            weight.numel() // row_len,
+            eps,
+            offset,
+            HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None,
+            BLOCK=triton.next_power_of_2(row_len),
+        )
+    return out, summed
+
+
+def layer_norm(
+    x: Tensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float
+) -> Tensor:
+    """X [..., C], weight [C] or that of each head -> [..., C]; see `ops.table.LayerNormOp`."""
+    return _layer_norm(x, None, weight, bias, eps, offset)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: AnyTensor,
+    bias: AnyTensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """X, residual [T, C] -> (layer_norm(x + residual), x + residual); the sum is rounded first."""
+    return _layer_norm(x, residual, weight, bias, eps, offset)
+
+
+@triton.jit
 def _sigmoid(x):
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
@@ -152,6 +244,61 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
             out,
             width,
             KIND=kind,
+            BLOCK=_ACTIVATION_BLOCK,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+@triton.jit
+def _activation_kernel(
+    x,
+    factor,
+    out,
+    width,
+    x_stride,
+    factor_stride,
+    KIND: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one token's outputs."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    value = tl.load(x + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    other = 1.0
+    if HAS_FACTOR:
+        source = factor + token * factor_stride + columns
+        other = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if KIND == "relu":
+        result = tl.where(value < 0.0, 0.0, value) * other
+    elif KIND == "relu2":
+        above = tl.where(value < 0.0, 0.0, value)
+        result = above * above * other
+    else:
+        result = activated(value, other, KIND)
+    tl.store(out + token * width + columns, rounded(result, out.dtype.element_ty), mask=mask)
+
+
+def activation(x: Tensor, factor: Tensor | None, kind: str) -> Tensor:
+    """X [T, N], times `factor` [T, N] where there is one; `kind` is one of UNGATED."""
+    check_ungated(kind)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if factor is not None and factor.stride(1) != 1:
+        factor = factor.contiguous()
+    num_tokens, width = x.shape
+    out = x.new_empty(num_tokens, width)
+    if out.numel():
+        _activation_kernel[(num_tokens, triton.cdiv(width, _ACTIVATION_BLOCK))](
+            x,
+            factor,
+            out,
+            width,
+            x.stride(0),
+            0 if factor is None else factor.stride(0),
+            KIND=kind,
+            HAS_FACTOR=factor is not None,
             BLOCK=_ACTIVATION_BLOCK,
             enable_fp_fusion=False,
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from quickstep.ops.reference.experts import SUM_BITS
 from quickstep.ops.reference.experts import route as reference_route
 from quickstep.ops.table import Routing, RoutingRule
-from quickstep.ops.tensors import AnyTensor
+from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.sampling.exact_math import exp_nonpositive
 
@@ -109,10 +109,15 @@ def _route_kernel(
         tl.store(starts + 1 + experts, ends, mask=experts < num_experts)
 
 
-def route(scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None = None) -> Routing:
+def route(
+    scores: Tensor,
+    rule: RoutingRule,
+    selection_bias: AnyTensor | None = None,
+    factors: AnyTensor | None = None,
+) -> Routing:
     """`OpTable.route`. Only a plain softmax has a kernel; ops of torch compute the others."""
     if not rule.is_plain or selection_bias is not None:
-        return reference_route(scores, rule, selection_bias)
+        return reference_route(scores, rule, selection_bias, factors)
     per_token = rule.per_token
     num_tokens, num_experts = scores.shape
     device = scores.device
@@ -142,6 +147,8 @@ def route(scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None = 
         BLOCK_E=block_e,
         enable_fp_fusion=False,
     )
+    if factors is not None:
+        weights = weights * to_torch(factors)[chosen]
     return Routing(chosen, weights, plan)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -22,17 +22,11 @@ from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_weights import (
-    AttentionWeights,
-    DecoderWeights,
-    LatentWeights,
-    LayerWeights,
-    StateMixerWeights,
-)
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
 from quickstep.ops.table import (
+    ExpertWeights,
     KVCache,
     LoRAAdapter,
     LoRAMapping,
@@ -378,7 +372,7 @@ def with_torch_tensors(model: Decoder) -> Decoder:
     if not isinstance(model.weights.final_norm, HostTensor):
         return model
     ropes = tuple(RopeTable(to_torch(table.cos), to_torch(table.sin)) for table in model.ropes)
-    return model.with_tensors(_weights(model.weights), ropes)
+    return model.with_tensors(_of_torch(model.weights), ropes)
 
 
 def with_torch_kv(kv: KVCache) -> KVCache:
@@ -388,45 +382,15 @@ def with_torch_kv(kv: KVCache) -> KVCache:
     return KVCache(keys, tuple(values), states)
 
 
-def _weights(weights: DecoderWeights) -> DecoderWeights:
-    embedding = weights.embed_tokens
-    return replace(
-        weights,
-        embed_tokens=embedding if isinstance(embedding, LinearWeight) else _small(embedding),
-        layers=tuple(map(_layer, weights.layers)),
-        final_norm=to_torch(weights.final_norm),
-    )
-
-
-def _layer(layer: LayerWeights) -> LayerWeights:
-    return replace(
-        layer,
-        mixer=_mixer(layer.mixer),
-        input_layernorm=_small(layer.input_layernorm),
-        post_attention_layernorm=_small(layer.post_attention_layernorm),
-        pre_feedforward_layernorm=_small(layer.pre_feedforward_layernorm),
-        post_feedforward_layernorm=_small(layer.post_feedforward_layernorm),
-    )
-
-
-def _mixer(
-    weights: AttentionWeights | LatentWeights | StateMixerWeights,
-) -> AttentionWeights | LatentWeights | StateMixerWeights:
-    if isinstance(weights, LatentWeights):
-        return replace(
-            weights,
-            q_a_layernorm=_small(weights.q_a_layernorm),
-            kv_a_layernorm=to_torch(weights.kv_a_layernorm),
-        )
-    if not isinstance(weights, AttentionWeights):
-        return weights  # their ops take either class of tensors
-    return replace(
-        weights,
-        q_norm=_small(weights.q_norm),
-        k_norm=_small(weights.k_norm),
-        sinks=_small(weights.sinks),
-    )
-
-
-def _small(weight: AnyTensor | None) -> AnyTensor | None:
-    return None if weight is None else to_torch(weight)
+def _of_torch(value: Any) -> Any:
+    """A part of a model's weights with tensors of torch in place of `HostTensor`s; packed matrices
+    stay as they are.
+    """
+    if isinstance(value, HostTensor):
+        return to_torch(value)
+    if isinstance(value, tuple):
+        return tuple(map(_of_torch, value))
+    if not isinstance(value, msgspec.Struct) or isinstance(value, (LinearWeight, ExpertWeights)):
+        return value
+    parts = {name: _of_torch(getattr(value, name)) for name in value.__struct_fields__}
+    return replace(value, **parts)
