@@ -81,6 +81,15 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         },
         False,
     ),
+    (
+        "lfm2",
+        Case("lfm2", "Lfm2", {
+            "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        }),
+        {".attention.head_count_kv": [0, 2, 0, 0], ".vocab_size": VOCAB},
+        False,
+    ),
 ]  # fmt: skip
 
 

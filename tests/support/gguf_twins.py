@@ -26,6 +26,8 @@ _KEYS = {
     "num_attention_heads": ".attention.head_count",
     "num_key_value_heads": ".attention.head_count_kv",
     "rms_norm_eps": ".attention.layer_norm_rms_epsilon",
+    "norm_eps": ".attention.layer_norm_rms_epsilon",
+    "conv_L_cache": ".shortconv.l_cache",
     "sliding_window": ".attention.sliding_window",
     "num_experts": ".expert_count",
     "num_local_experts": ".expert_count",
@@ -93,6 +95,8 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             merged[f"{name}.weight"] = values.swapaxes(1, 2)
         elif name.endswith("experts.down_proj_bias"):
             merged[name.replace("_bias", ".bias")] = values
+        elif ".conv.conv." in name:
+            merged[name] = values[:, 0]
         elif name.endswith("sinks"):
             merged[f"{name}.weight"] = values
         elif name.endswith("e_score_correction_bias"):

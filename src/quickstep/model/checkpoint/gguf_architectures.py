@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
+CONVOLUTION = "shortconv.conv"  # [C, K] in files, [C, 1, K] in the architecture
 # `{}` is the number of an expert: files hold those of a layer as one tensor, expert by expert.
 _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
     {
@@ -69,8 +70,15 @@ _GPT_OSS_PARTS = {
     "ffn_gate_inp": "mlp.router",
     "attn_sinks.weight": "self_attn.sinks",
 }
+_LFM_PARTS = {
+    **_STANDARD_PARTS,
+    CONVOLUTION: "linear_attn.conv1d",
+    "shortconv.in_proj": "linear_attn.in_proj",
+    "shortconv.out_proj": "linear_attn.out_proj",
+}
 OUTER_PARTS = {
     "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.norm",  # as LFM2's files call it
     "output": "lm_head",
     "output_norm": "model.norm",
 }
@@ -96,6 +104,8 @@ class Dialect(msgspec.Struct, frozen=True):
         yarn: What the model's YaRN differs in, as keys of the config's `rope_scaling`.
         scores_layers: Layers of the one size of the family whose scores are scaled by hidden size /
             heads instead of the head size (Gemma).
+        norm_key: The config's key of the norms' epsilon.
+        convolutions: Layers without key heads are short convolutions.
         optional_qk_norm: Queries and keys have norms where the file has them.
     """
 
@@ -110,6 +120,8 @@ class Dialect(msgspec.Struct, frozen=True):
     softcaps: bool = False
     yarn: Mapping[str, object] = msgspec.field(default_factory=dict)
     scores_layers: int | None = None
+    norm_key: str = "rms_norm_eps"
+    convolutions: bool = False
     optional_qk_norm: bool = False
 
 
@@ -181,6 +193,14 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             keys=_LOCAL_EXPERT_KEYS | {"expert_feed_forward_length": "intermediate_size"},
             window=True,
             yarn={"truncate": False},
+        ),
+        "lfm2": Dialect(
+            "Lfm2ForCausalLM",
+            _LFM_PARTS,
+            config={"block_auto_adjust_ff_dim": False},
+            keys={"shortconv.l_cache": "conv_L_cache"},
+            norm_key="norm_eps",
+            convolutions=True,
         ),
     }
 )

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.gguf_architectures import (
+    CONVOLUTION,
     DIALECTS,
     MIXTRAL,
     OUTER_PARTS,
@@ -96,7 +97,7 @@ def gguf_tensor_files(path: Path) -> TensorFiles:
     for stored in file.tensors.values():
         name = _name(stored.name, parts)
         if _EXPERT not in name:
-            tensors[name] = replace(stored, name=name)
+            tensors[name] = replace(stored, name=name, shape=_shape(stored))
             continue
         count, shape = stored.shape[0], stored.shape[1:]
         nbytes = stored.nbytes // count
@@ -104,6 +105,12 @@ def gguf_tensor_files(path: Path) -> TensorFiles:
             own, offset = name.replace(_EXPERT, str(expert)), stored.offset + expert * nbytes
             tensors[own] = replace(stored, name=own, shape=shape, offset=offset, nbytes=nbytes)
     return TensorFiles(MappingProxyType(tensors), (file.header,))
+
+
+def _shape(stored: StoredTensor) -> tuple[int, ...]:
+    """The architecture's: files drop the middle dimension, 1, of a convolution [C, 1, K]."""
+    is_convolution = f".{CONVOLUTION}." in stored.name and len(stored.shape) == 2
+    return (stored.shape[0], 1, stored.shape[1]) if is_convolution else stored.shape
 
 
 def gguf_has_paired_heads(config: Mapping[str, object]) -> bool:
@@ -167,19 +174,30 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.optional_integer("attention.head_count_kv") or heads,
+        "num_key_value_heads": heads,
         "head_dim": head_size,
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": _number(fields, "attention.layer_norm_rms_epsilon"),
+        dialect.norm_key: _number(fields, "attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": dialect.name != "Qwen2ForCausalLM"
         and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _dtype(file),
+        **_key_heads(fields, dialect),
         **dialect.config,
         **_of_keys(fields, dialect.keys),
         **({"use_qk_norm": has_qk_norm} if dialect.optional_qk_norm else {}),
     }
+
+
+def _key_heads(fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
+    """How many key heads there are, which files may list by layer."""
+    listed = fields.value("attention.head_count_kv")
+    if not dialect.convolutions or not isinstance(listed, tuple):
+        count = fields.optional_integer("attention.head_count_kv")
+        return {} if not count else {"num_key_value_heads": count}
+    layers = ["full_attention" if count else "conv" for count in listed]
+    return {"num_key_value_heads": max(listed, default=0), "layer_types": layers}
 
 
 def _of_keys(fields: ConfigFields, keys: Mapping[str, str]) -> dict[str, object]:
