@@ -221,8 +221,8 @@ class CompressedTensorsStorage:
             return self._float8_parts(name, shape, scheme)
         if scheme.is_nvfp4:
             stored = f"{module}.weight_packed"
-            found = nvfp4_parts(self._files, stored, f"{module}.weight_scale", shape)
-            return found | {f"{module}.weight_global_scale": (1,)}
+            parts = nvfp4_parts(self._files, stored, f"{module}.weight_scale", shape)
+            return parts | {f"{module}.weight_global_scale": (1,)}
         outputs, inputs = shape
         groups = inputs // checked_group(module, scheme.group_size, inputs)
         per_word = 32 // scheme.bits
