@@ -46,7 +46,7 @@ BEYOND_THE_SCHEMA = re.compile(
     r"""
     stream_options\ needs\ stream
     | background:\ true\ needs\ store
-    | starting_after\ needs\ stream|conv_id\ is
+    | starting_after\ needs\ stream|conv_id\ is|conversation_id\ has
     | from\ is\ .*,\ the\ stream\ has | a\ server\ without\ API\ keys\ lists
     | top_logprobs\ needs\ (logprobs|include)
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
@@ -202,6 +202,7 @@ def test_openais_endpoints_have_a_second_path() -> None:
         "/rerank",
         "/responses",
         "/responses/{response_id}",
+        "/responses/{response_id}/cancel",
         "/responses/{response_id}/input_items",
         "/score",
     }
