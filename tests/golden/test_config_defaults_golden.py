@@ -23,7 +23,10 @@ SIZES = {
     "pad_token_id": 0,
 }
 # without which a family cannot run, whatever its class says
-NEEDED: dict[str, dict[str, object]] = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 6}}
+NEEDED: dict[str, dict[str, object]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},  # its mixtures are refused
+}
 # Quickstep refuses to guess these where a family has no default of its own in the table.
 SIZE_KEYS = SIZES.keys() - {"num_key_value_heads", "pad_token_id"}
 OLDER_KEYS = (
