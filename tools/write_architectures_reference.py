@@ -62,7 +62,16 @@ def additions(entry: Architecture) -> Iterator[str]:
         yield "a mixture of experts"
     if entry.mixers.__name__ != "all_attention":
         yield "layers with a state"
-    without = (patterns.full_attention, patterns.no_windows, patterns.minimax_windows)
+    if entry.latent.__name__ != "_no_latents":
+        yield "latents instead of keys and values"
+    if entry.windows is patterns.indexed_attention:
+        yield "an indexer, which is not computed: sequences end where it would choose"
+    without = (
+        patterns.full_attention,
+        patterns.no_windows,
+        patterns.minimax_windows,
+        patterns.indexed_attention,
+    )
     if entry.windows not in without:
         yield "sliding windows"
     if entry.ropes in (patterns.interleaved_rope, patterns.cohere2_ropes):

@@ -294,13 +294,14 @@ class _Verifier:
     def _use(self, setup: Setup) -> None:
         """Load the model again for another thread count, or in several processes."""
         _set_torch_threads(setup.threads)
+        plan = self._plan  # of the model, before it leaves
         del self._model, self._proposers
         self._links = None
         if setup.num_processes == 1:
             self._model = self._load(setup.threads)
         else:
             assert self._load_divided is not None, "several processes are requested"
-            self._model, self._links = self._load_divided(setup, self._plan)
+            self._model, self._links = self._load_divided(setup, plan)
         self._kv = self._allocated_kv()
         self._proposers = self._open_proposers(self._model, self._plan)
         options = self._options
