@@ -40,10 +40,15 @@ def held_bytes(value: object, seen: set[int]) -> int:
 
 def kernel_bytes(spec: ModelSpec) -> int:
     """What the layout of the kernels adds to a model in bfloat16."""
-    added = 0
+    added = 2 * spec.vocab_size * spec.head_bias
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
-        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias", "_scale"))]
+        wide = [
+            name
+            for name in tensors
+            if name.endswith((".bias", ".sinks", "_bias", "_scale"))
+            and not name.endswith("norm.bias")
+        ]
         added += sum(2 * tensors[name][-1] for name in wide)
         if spec.layer_scalars:
             added -= 2

@@ -74,7 +74,7 @@ class FakeTokenizer:
         return token_id in SPECIAL_IDS.values()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return "".join(self.token_bytes(token_id).decode(errors="replace") for token_id in ids)
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id < len(WORDS):

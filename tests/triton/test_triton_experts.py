@@ -57,7 +57,7 @@ def test_a_loaded_mixture_of_experts_is_grouped_and_near_the_reference(
         assert isinstance(layer.mlp, MoEWeights)
         assert (layer.mlp.experts.data is not None) == (table is triton)
         ops = LayerOps(table, spec, spec, Shard(), 0)
-        outputs.append(MixtureOfExperts(ops, layer.mlp).forward(x, None))
+        outputs.append(MixtureOfExperts(ops, layer.mlp).forward(x, None, x))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
 
 

@@ -40,10 +40,10 @@ def verified(model, options=OPTIONS):
 
 
 def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=200, seed=2, threads=(1, 2)))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=220, seed=2, threads=(1, 2)))
     assert report.first_mismatch is None
     assert report.mismatches == 0
-    assert report.comparisons > 2 * 200
+    assert report.comparisons > 2 * 220
     runs = {name: counts.runs for name, counts in report.scenarios.items()}
     assert {one.name for one in SCENARIOS if not one.has_loads} <= set(runs)
     assert runs["chunked"].chunked_rows > 50
@@ -258,7 +258,7 @@ def test_every_parameter_takes_several_values_and_every_grammar_kind_occurs():
     searches = [one.beams for one in found if one.beams is not None]
     assert {search.beam_width for search in searches} == {1, 2, 3}
     assert len({(one.early_stopping, one.ignore_eos) for one in searches}) == 4
-    assert {one.request.pooling for one in found} == {None, *Pooling}
+    assert {one.request.pooling for one in found} == {None, Pooling.LAST, Pooling.MEAN, Pooling.CLS}
     assert len({one.request.cache_salt for one in found}) > 1
 
 

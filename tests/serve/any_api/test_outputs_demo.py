@@ -121,7 +121,7 @@ def test_a_mixed_batch_gives_each_request_what_it_gets_alone(server: LiveServer)
 
 
 def test_embeddings_through_openais_client(client: openai.OpenAI, llm: LLM) -> None:
-    for pooling in Pooling:
+    for pooling in (Pooling.LAST, Pooling.MEAN, Pooling.CLS):
         more = {"pooling": pooling.value}
         plain = client.embeddings.create(
             model="demo", input=TEXTS, encoding_format="float", extra_body=more

@@ -15,6 +15,7 @@ import enum
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     scoring: Scoring = Scoring.COSINE
     true_token_id: int = 0
     false_token_id: int = 0
-    prompts: dict[str, str] = msgspec.field(default_factory=dict)
+    prompts: Mapping[str, str] = MappingProxyType({})
     default_prompt: str = ""
     reads_pairs: bool = False
     refusal: str = ""

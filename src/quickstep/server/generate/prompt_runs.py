@@ -96,9 +96,11 @@ class PromptRun:
         try:
             deltas: list[Delta] = []
             for part in (requests[:num_first], requests[num_first:]):
-                submitted = [self._model.engine.stream(request) for request in part]
-                streams += submitted
-                deltas += await asyncio.gather(*(_last(stream, observer) for stream in submitted))
+                first = len(streams)
+                for request in part:  # one that is refused leaves the others to be closed
+                    streams.append(self._model.engine.stream(request))
+                runs = (_last(stream, observer) for stream in streams[first:])
+                deltas += await asyncio.gather(*runs)
             return deltas
         except RequestError as error:
             raise with_client_field(error, "", input_field) from None
