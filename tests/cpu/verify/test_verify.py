@@ -40,10 +40,10 @@ def verified(model, options=OPTIONS):
 
 
 def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=220, seed=2, threads=(1, 2)))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=300, seed=2, threads=(1, 2)))
     assert report.first_mismatch is None
     assert report.mismatches == 0
-    assert report.comparisons > 2 * 220
+    assert report.comparisons > 2 * 300
     runs = {name: counts.runs for name, counts in report.scenarios.items()}
     assert {one.name for one in SCENARIOS if not one.has_loads} <= set(runs)
     assert runs["chunked"].chunked_rows > 50

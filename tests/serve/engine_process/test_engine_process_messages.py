@@ -26,6 +26,7 @@ from quickstep.engine.remote.messages import (
     Message,
     ToEngine,
 )
+from quickstep.engine.retrieval.card import Retrieval
 from quickstep.errors import EngineError
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.types import SamplingParams
@@ -93,6 +94,8 @@ CONFIGS = st.builds(
     ),
 )
 st.register_type_strategy(EngineConfig, CONFIGS)
+PROMPTS = st.dictionaries(TEXTS, TEXTS, max_size=3).map(MappingProxyType)
+st.register_type_strategy(Retrieval, st.builds(Retrieval, prompts=PROMPTS))
 KINDS = [
     (kind, decoder)
     for union, decoder in ((ToEngine, TO_ENGINE), (FromEngine, FROM_ENGINE))
