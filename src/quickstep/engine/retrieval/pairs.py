@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quickstep.engine.interface import Template
 from quickstep.engine.retrieval.card import Retrieval, Scoring
 from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.types import Delta, Pooling, SamplingParams, TokenLogprobs
@@ -47,17 +48,6 @@ class TextTokens(Protocol):
         """Tokens that a text has at least."""
 
 
-class _Template(Protocol):
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of a conversation."""
-
-
 class _Model(Protocol):
     """The engine."""
 
@@ -70,7 +60,7 @@ class _Model(Protocol):
         """Its tokenizer."""
 
     @property
-    def chat_template(self) -> _Template | None:
+    def chat_template(self) -> Template | None:
         """Its template."""
 
     @property

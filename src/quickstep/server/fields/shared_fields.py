@@ -32,6 +32,13 @@ AddGenerationPrompt = Annotated[
     bool | None, effect("Whether the template opens an assistant message; true if not given.")
 ]
 AllowedCallers = Annotated[list[str] | None, refused("only the model calls", passes=(["direct"],))]
+InputTruncation = Annotated[
+    int | None,
+    effect(
+        "Reads only so many of each input's first tokens; -1 for as many as the model takes. "
+        "A longer input is refused if not given."
+    ),
+]
 AnswerTimeout = Annotated[
     float | None, effect("After this many seconds the answer is the error 408.")
 ]

@@ -20,6 +20,7 @@ from quickstep.server.fields.shared_fields import (
     CacheSalt,
     ChatTemplateKwargs,
     Dimensions,
+    InputTruncation,
     ModelName,
     ParallelToolCalls,
     Priority,
@@ -330,13 +331,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
             "that of the card's default task if not given."
         ),
     ] = None
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        effect(
-            "Reads only so many of each input's first tokens; -1 for as many as the model takes. "
-            "A longer input is refused if not given."
-        ),
-    ] = None
+    truncate_prompt_tokens: InputTruncation = None
     add_special_tokens: Annotated[
         bool | None, effect("Whether the tokenizer adds its special tokens; true if not given.")
     ] = None

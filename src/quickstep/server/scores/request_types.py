@@ -11,6 +11,7 @@ from quickstep.server.fields.shared_fields import (
     Account,
     AnswerTimeout,
     CacheSalt,
+    InputTruncation,
     ModelName,
     Priority,
 )
@@ -28,6 +29,10 @@ _Truncation = Annotated[
         "Shortens a document at its end until its prompt has so many tokens; -1 for as many as "
         "the model takes. A longer prompt is refused if not given."
     ),
+]
+_MaxTokensPerDoc = Annotated[
+    Annotated[int, msgspec.Meta(ge=1)] | None,
+    effect("Reads so many of a document's first tokens."),
 ]
 
 
@@ -54,10 +59,7 @@ class RerankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
         effect("Adds the texts to the results; true if not given."),
     ] = None
     instruction: _Instruction = None
-    max_tokens_per_doc: Annotated[
-        Annotated[int, msgspec.Meta(ge=1)] | None,
-        effect("Reads so many of a document's first tokens."),
-    ] = None
+    max_tokens_per_doc: _MaxTokensPerDoc = None
     truncate_prompt_tokens: _Truncation = None
     user: Account = None
     priority: Priority = None
@@ -74,13 +76,7 @@ class ClassifyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
 
     input: Annotated[str | list[str], effect("A text or several.")]
     model: ModelName = None
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        effect(
-            "Reads only so many of each input's first tokens; -1 for as many as the model takes. "
-            "A longer input is refused if not given."
-        ),
-    ] = None
+    truncate_prompt_tokens: InputTruncation = None
     user: Account = None
     priority: Priority = None
     cache_salt: CacheSalt = None
@@ -94,10 +90,7 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     text_2: Annotated[str | list[str], effect("A document or several.")]
     model: ModelName = None
     instruction: _Instruction = None
-    max_tokens_per_doc: Annotated[
-        Annotated[int, msgspec.Meta(ge=1)] | None,
-        effect("Reads so many of a document's first tokens."),
-    ] = None
+    max_tokens_per_doc: _MaxTokensPerDoc = None
     truncate_prompt_tokens: _Truncation = None
     user: Account = None
     priority: Priority = None
