@@ -1,4 +1,4 @@
-// Layers that keep a state of each sequence, behind the library's interface.
+// Layers that keep a state of each sequence: the library's interface.
 
 #include <cstdlib>
 

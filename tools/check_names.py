@@ -20,13 +20,7 @@ SOURCE = ROOT / "src"
 # Modules that may list what they export: the package, and what it takes from elsewhere.
 PUBLIC = ("src/quickstep/__init__.py", "src/quickstep/types.py")
 # Folders whose loops name their noun.
-NAMED_LOOPS = (
-    "benchmarks",
-    *(
-        f"src/quickstep/{package}"
-        for package in ("core", "sim", "plan", "bench", "verify", "server")
-    ),
-)
+NAMED_LOOPS = ("benchmarks", "src")
 VAGUE_CLASS = re.compile(r"(Manager|Handler|Helper|Utils?|Processor|Base|Mixin)$")
 
 

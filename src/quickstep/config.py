@@ -499,7 +499,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                         f"{source}: {name} is {shared[name]!r} and {one[name]!r}, but it holds for "
                         "all proposers; give one value"
                     )
-        is_on = [one for one in proposers if one.method is not SpeculationMethod.OFF]
+        is_on = [proposer for proposer in proposers if proposer.method is not SpeculationMethod.OFF]
         if is_on and len(is_on) < len(proposers):
             raise ConfigError(f"{source} has the method off and others; leave one of them out")
         return replace(_converted(shared, SpeculationConfig, source), proposers=tuple(is_on))

@@ -96,7 +96,7 @@ class _Deferring(MetaPathFinder):
 
 def defer(names: Collection[str]) -> None:
     """Defer the modules `names` when they are imported from now on."""
-    if not any(isinstance(one, _Deferring) and one.defers(names) for one in sys.meta_path):
+    if not any(isinstance(finder, _Deferring) and finder.defers(names) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Deferring(names))
 
 

@@ -19,10 +19,7 @@ _LINE_ENDS = (
 
 def json_line(content: object) -> bytes:
     """The JSON of a value without any line end, also none after it."""
-    encoded = _ENCODE(content)
-    for end, escape in _LINE_ENDS:
-        encoded = encoded.replace(end, escape)
-    return encoded
+    return one_line(_ENCODE(content))
 
 
 def one_line(encoded: bytes) -> bytes:

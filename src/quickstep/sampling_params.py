@@ -545,7 +545,7 @@ def sampling_fields() -> Mapping[str, SamplingField]:
         if get_origin(hint) is Annotated:
             declared, description, *bounds = get_args(hint)
             kinds = (declared, *get_args(declared)) if bounds else ()
-            kind = next((one for one in (float, int) if one in kinds), None)
+            kind = next((number for number in (float, int) if number in kinds), None)
             fields[name] = SamplingField(description, kind, *bounds)
     return MappingProxyType(fields)
 

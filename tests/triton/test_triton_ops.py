@@ -35,9 +35,12 @@ ROW_OPS = (
     "logits",
     "rms_norm",
     "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
     "rotary",
     "write_kv",
     "rotary_write_kv",
+    "activation",
     "gated_activation",
     "gated_linear",
 )

@@ -255,8 +255,13 @@ def _print_profile(args: argparse.Namespace, measured: MeasuredEngine, options: 
     print_figures(figures, settings, False)
     total_us = sum(kernel.total_us for kernel in found.kernels)
     rows = [
-        (one.name[:80], str(one.num_runs), f"{one.total_us:.0f}", f"{one.total_us / total_us:.1%}")
-        for one in found.kernels[:_NUM_KERNELS]
+        (
+            kernel.name[:80],
+            str(kernel.num_runs),
+            f"{kernel.total_us:.0f}",
+            f"{kernel.total_us / total_us:.1%}",
+        )
+        for kernel in found.kernels[:_NUM_KERNELS]
     ]
     print_table(console_on(sys.stdout), "", ("kernel", "runs", "us", "share"), rows)
     return 0

@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 if not rounds:
                     raise
-    figures = {name: [one[name] for one in rounds] for name in rounds[0]}
+    figures = {name: [figures_of_round[name] for figures_of_round in rounds] for name in rounds[0]}
     from quickstep.cli.bench_report import print_figures
 
     settings = _settings(args, target)

@@ -215,14 +215,14 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
     print_table(console, f"{name}: the cost of a step, {fit.num_steps} steps", _COST_COLUMNS, rows)
     errors = [
         (
-            one.kind.value,
-            str(one.num_steps),
-            str(one.num_extrapolated),
-            f"{one.mean:.1%}",
-            f"{one.median:.1%}",
-            f"{one.p95:.1%}",
+            error.kind.value,
+            str(error.num_steps),
+            str(error.num_extrapolated),
+            f"{error.mean:.1%}",
+            f"{error.median:.1%}",
+            f"{error.p95:.1%}",
         )
-        for one in calibration.errors
+        for error in calibration.errors
     ]
     print_table(console, "errors of predictions", _ERROR_COLUMNS, errors)
     if calibration.num_slow:

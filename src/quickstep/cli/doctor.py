@@ -105,7 +105,7 @@ def _check_gpus(as_json: bool) -> int:
                 parts.append(part)
                 outcome = "ok" if part.has_passed else "FAILED"
                 print(f"  {outcome}  {part.name}: {part.detail}", file=sys.stderr, flush=True)
-        failures = tuple([f"{one.name}: {one.detail}" for one in parts if not one.has_passed])
+        failures = tuple([f"{part.name}: {part.detail}" for part in parts if not part.has_passed])
         path = write_gpu_check(StoredGpuCheck(key, failures))
         print("  stored nowhere" if path is None else f"  stored in {path}", file=sys.stderr)
         outcomes.append({**msgspec.to_builtins(key), "parts": msgspec.to_builtins(parts)})
@@ -113,7 +113,7 @@ def _check_gpus(as_json: bool) -> int:
             break
     if as_json:
         print(json.dumps(outcomes, indent=2))
-    return int(any(not part["has_passed"] for one in outcomes for part in one["parts"]))
+    return int(any(not part["has_passed"] for outcome in outcomes for part in outcome["parts"]))
 
 
 def _has_gpu() -> bool:

@@ -271,11 +271,11 @@ def _advice(plan: Plan) -> str:
         f"{predicted.mean_decode_rows:.1f} rows decode in a step; "
         f"most of its time: {best.binding}"
     )
-    for one in plan.options:
-        if one.prefill is not None:
+    for option in plan.options:
+        if option.prefill is not None:
             text += (
-                f"\n{one.name}: KV goes from engines that prefill (P) to engines that decode (D) "
-                f"within {1e3 * one.handover_s:.3g} ms"
+                f"\n{option.name}: KV goes from engines that prefill (P) to engines that decode "
+                f"(D) within {1e3 * option.handover_s:.3g} ms"
             )
     if plan.change is not None:
         text += (
@@ -289,16 +289,16 @@ def _print_comparison(console: Console, query: PlanQuery, compared: list[Paralle
     from quickstep.cli.screen import print_table
 
     rows = [
-        (one.strategy, str(one.split), "-", "-", "-")
-        if one.reason
+        (option.strategy, str(option.split), "-", "-", "-")
+        if option.reason
         else (
-            one.strategy,
-            str(one.split),
-            f"{1e3 * one.prefill_s:.1f} ms",
-            f"{1e3 * one.decode_s:.2f} ms",
-            f"{one.decode_tokens_per_s:.0f}/s",
+            option.strategy,
+            str(option.split),
+            f"{1e3 * option.prefill_s:.1f} ms",
+            f"{1e3 * option.decode_s:.2f} ms",
+            f"{option.decode_tokens_per_s:.0f}/s",
         )
-        for one in compared
+        for option in compared
     ]
     load = query.load
     print_table(
@@ -309,9 +309,9 @@ def _print_comparison(console: Console, query: PlanQuery, compared: list[Paralle
         rows,
         num_text_columns=2,
     )
-    for one in compared:
-        if one.reason:
-            console.print(f"{one.strategy}: {one.reason}", markup=False)
+    for option in compared:
+        if option.reason:
+            console.print(f"{option.strategy}: {option.reason}", markup=False)
     console.print(
         "\ntensor: each device reads a part of weights and KV, so the time to the first token and "
         "per token fall.\npipeline: room for larger models, and throughput with many requests; the "

@@ -58,7 +58,7 @@ def print_table(
 
     columns = list(zip(header, *rows, strict=True))
     if not console.is_terminal:
-        console.width = max(console.width, _table_width([_widest(one) for one in columns]))
+        console.width = max(console.width, _table_width([_widest(column) for column in columns]))
     # without breaking a word
     least = [
         max(_widest(cell.split()) for cell in column)
@@ -102,7 +102,7 @@ def _fitting(least: Sequence[int], num_text_columns: int, width: int) -> list[li
     groups = [texts]
     for place in range(num_text_columns, len(least)):
         group = [*groups[-1], place]
-        is_full = _table_width([least[one] for one in group], is_dense=True) > width
+        is_full = _table_width([least[index] for index in group], is_dense=True) > width
         if is_full and len(groups[-1]) > num_text_columns:
             groups.append([*texts, place])
         else:

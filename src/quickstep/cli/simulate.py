@@ -297,21 +297,21 @@ def run(args: argparse.Namespace) -> int:
         for rate in args.rate if _file(args) is None else args.rate[:1]:
             replicas = Replicas(count, args.router, args.faults, args.seed)
             runs.append(_simulated(args, candidate, rate, policy, replicas))
-    notes = [note for note in (_too_few(args, one) for one in runs) if note is not None]
+    notes = [note for note in (_too_few(args, run) for run in runs) if note is not None]
     if args.json:
         rows = [
             {
-                "run": one.name,
-                "rate": one.rate,
-                "counted_from_s": one.counted_from_s,
-                "replicas": one.outcome.num_replicas,
-                "figures": one.summary,
-                "resent": one.outcome.num_resent,
-                "lost_s": one.outcome.lost_s,
-                "handovers": one.outcome.handovers,
-                "tenants": _by_tenant(one, _targets(args)),
+                "run": run.name,
+                "rate": run.rate,
+                "counted_from_s": run.counted_from_s,
+                "replicas": run.outcome.num_replicas,
+                "figures": run.summary,
+                "resent": run.outcome.num_resent,
+                "lost_s": run.outcome.lost_s,
+                "handovers": run.outcome.handovers,
+                "tenants": _by_tenant(run, _targets(args)),
             }
-            for one in runs
+            for run in runs
         ]
         print(msgspec.json.encode(rows).decode())
     else:
@@ -601,27 +601,27 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
     times = ("TTFT p50/p90", "TPOT p50/p90")
     header = ("run", "requests/s", "tokens/s", *times, *waited, "in time", "busy")
     rows = []
-    for one in runs:
-        rows.append((one.name, *_cells(one.summary, has_adapters), f"{one.summary.busy:.0%}"))
-        for tenant, figures in _by_tenant(one, targets).items():
+    for run in runs:
+        rows.append((run.name, *_cells(run.summary, has_adapters), f"{run.summary.busy:.0%}"))
+        for tenant, figures in _by_tenant(run, targets).items():
             rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
     print_table(console_on(sys.stdout), title, header, rows, is_dense=has_adapters)
-    for one in runs:
-        handovers = one.outcome.handovers
+    for run in runs:
+        handovers = run.outcome.handovers
         if handovers is not None:
             print(
-                f"{one.name}: {handovers.count} of {one.summary.num_requests} requests continued "
+                f"{run.name}: {handovers.count} of {run.summary.num_requests} requests continued "
                 f"at another engine, {handovers.num_bytes / 1e9:.3g} GB of KV, the last blocks "
                 f"within {1e3 * handovers.mean_s:.2f} ms; {handovers.num_refused} transfers had no "
                 f"room; prefill engines {handovers.prefill_busy:.0%} busy, decode engines "
                 f"{handovers.decode_busy:.0%}"
             )
-        if one.summary.bubble:
-            print(f"{one.name}: stages with steps waited {one.summary.bubble:.1%} of the time")
-        if one.outcome.num_resent:
+        if run.summary.bubble:
+            print(f"{run.name}: stages with steps waited {run.summary.bubble:.1%} of the time")
+        if run.outcome.num_resent:
             print(
-                f"{one.name}: {one.outcome.num_resent} requests were sent again after a crash, "
-                f"which had received {one.outcome.lost_s:.2f} s on the device"
+                f"{run.name}: {run.outcome.num_resent} requests were sent again after a crash, "
+                f"which had received {run.outcome.lost_s:.2f} s on the device"
             )
 
 
@@ -656,11 +656,11 @@ def _write_csv(file: Path, runs: list[Run]) -> None:
         writer.writerow(
             ("run", "request_id", "tenant", "finish_reason", *names, *counts, "counted")
         )
-        for one in runs:
-            for ending in one.outcome.endings:
+        for run in runs:
+            for ending in run.outcome.endings:
                 values = [getattr(ending.timings, name) for name in (*names, *counts)]
-                names_of = (one.name, ending.request_id, ending.tenant)
-                is_counted = int(ending.timings.arrival_s >= one.counted_from_s)
+                names_of = (run.name, ending.request_id, ending.tenant)
+                is_counted = int(ending.timings.arrival_s >= run.counted_from_s)
                 writer.writerow((*names_of, ending.reason.value, *values, is_counted))
 
 
@@ -692,8 +692,8 @@ def _tenant(text: str) -> Tenant:
         tenant = msgspec.convert(values, Tenant, strict=False)
     except msgspec.ValidationError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    limits = [one for one in (tenant.timeout_s, tenant.ttft_deadline_s) if one is not None]
-    if not name or not all(one > 0 for one in (tenant.part, tenant.weight, *limits)):
+    limits = [limit for limit in (tenant.timeout_s, tenant.ttft_deadline_s) if limit is not None]
+    if not name or not all(number > 0 for number in (tenant.part, tenant.weight, *limits)):
         raise argparse.ArgumentTypeError(
             f"{text!r} needs a name, and part, weight and seconds must be above 0"
         )

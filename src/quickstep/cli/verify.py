@@ -261,7 +261,7 @@ def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOpti
         if not is_complete:
             break
     if args.json or args.json_lines:
-        json.dump({"model": name, "formats": [one.to_json() for one in results]}, sys.stdout)
+        json.dump({"model": name, "formats": [result.to_json() for result in results]}, sys.stdout)
         print()
     else:
         _print_formats(name, results)
@@ -443,7 +443,7 @@ class _Checkpoint:
             speculation=self._speculation(),
         )
         opened = open_model_proposers(config, model, plan, self._checkpoint.path)
-        return {one.name: one for one in opened}
+        return {proposer.name: proposer for proposer in opened}
 
     def _speculation(self) -> SpeculationConfig:
         from quickstep.config import ProposerConfig, SpeculationConfig

@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
 
     console = console_on(sys.stdout)
     explained = msgspec.json.decode(body, type=ExplainedRequest)
-    for one in explained.sequences:
-        title = f"{one.request_id}#{one.index}"
-        title += f" on replica {one.replica}" * bool(one.replica or one.num_moves)
-        print_table(console, title, _HEADER, explanation_rows(one))
-        console.print(f"\n{one.sentence}\n", markup=False)
+    for sequence in explained.sequences:
+        title = f"{sequence.request_id}#{sequence.index}"
+        title += f" on replica {sequence.replica}" * bool(sequence.replica or sequence.num_moves)
+        print_table(console, title, _HEADER, explanation_rows(sequence))
+        console.print(f"\n{sequence.sentence}\n", markup=False)
     if explained.num_more:
         console.print(f"{explained.num_more} more sequences took less time", markup=False)
     return 0

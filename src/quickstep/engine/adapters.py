@@ -418,7 +418,7 @@ class Adapters:
             packed = self._packed.pop(adapter_id, None)
             if packed is not None and adapter_id in self._by_id:
                 self._on_host[adapter_id] = packed
-        named = [one for one in self._on_host if one not in self._retired]
+        named = [name for name in self._on_host if name not in self._retired]
         for adapter_id in named[: max(0, len(named) - self._lora.num_host_loras)]:
             del self._on_host[adapter_id]
 
@@ -449,6 +449,6 @@ class Adapters:
         """Keep the latest, and retired ones, which may be gone from disk."""
         if len(self._opened) <= _NUM_OPENED:
             return
-        extra = [one for one in self._opened if one not in self._retired]
+        extra = [name for name in self._opened if name not in self._retired]
         for adapter_id in extra[: max(0, len(extra) - _NUM_OPENED)]:
             del self._opened[adapter_id]

@@ -550,16 +550,16 @@ class LLM(metaclass=_NamesWhatIsAbsent):
                 param="lora_request",
             )
         paths = {adapter.name: adapter.path for adapter in self._engine.adapters}
-        for one in dict.fromkeys(wanted):
-            if one is None:
+        for adapter in dict.fromkeys(wanted):
+            if adapter is None:
                 continue
-            name, path = one.lora_name, one.lora_path
+            name, path = adapter.lora_name, adapter.lora_path
             if path and paths.get(name) != str(Path(path)):
                 opening = self._engine.load_adapter(name, path)
             else:
                 opening = self._engine.open_adapter(name)
             paths[name] = self._thread.call(opening).path
-        return ["" if one is None else one.lora_name for one in wanted]
+        return ["" if adapter is None else adapter.lora_name for adapter in wanted]
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
         engine = self._engine
@@ -747,10 +747,10 @@ def _check_type(name: str, value: Any) -> None:
     """Raise ConfigError for a wrong type. Integers may be floats, booleans neither."""
     hint = get_type_hints(LLMOptions)[name]
     hints = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    wanted = tuple(get_origin(one) or one for one in hints)
+    wanted = tuple(get_origin(kind) or kind for kind in hints)
     allowed = (*wanted, int) if float in wanted else wanted
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in wanted):
-        names = " or ".join(one.__name__ for one in wanted if one is not NoneType)
+        names = " or ".join(kind.__name__ for kind in wanted if kind is not NoneType)
         raise ConfigError(f"{name} is {value!r}, it must be of type {names}")
 
 

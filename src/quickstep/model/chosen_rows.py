@@ -6,6 +6,7 @@ in order (`GatesAfterQueries`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 NumberedRows = tuple[tuple[range, ...], int]
 
 
-class ChosenRows:
+class ChosenRows(ABC):
     """The rows that `rows_of` names of the tensors of a source."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
 
+    @abstractmethod
     def rows_of(self, name: str) -> NumberedRows | None:
         """Which rows of one tensor, and how many there are; None for all as they are."""
-        raise NotImplementedError
 
     def tensor(self, name: str) -> AnyTensor:
         """The rows of one tensor."""

@@ -246,13 +246,16 @@ def activation_bytes(
     """
     of_layers = [spec.of_layer(index) for index in range(spec.num_layers)]
     per_head = 2 if spec.attention_gate else 1
-    heads = [(per_head * one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in of_layers]
+    heads = [
+        (per_head * layer_spec.num_heads + 2 * layer_spec.num_kv_heads) * layer_spec.head_size
+        for layer_spec in of_layers
+    ]
     mixers = {layer.state_mixer for layer in spec.layers}
     widths = [mixer.num_inputs for mixer in mixers if mixer is not None]
     if spec.latent is not None:
         widths.append(spec.num_heads * spec.pair_size)  # queries over latents, and their results
     attention = max(*heads, *widths, 0)
-    intermediate_size = max(one.intermediate_size for one in of_layers)
+    intermediate_size = max(layer_spec.intermediate_size for layer_spec in of_layers)
     widest = max(attention, 2 * intermediate_size)
     rows_of_experts = 0  # bytes
     if spec.moe is not None:

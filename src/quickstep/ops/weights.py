@@ -38,7 +38,7 @@ class LinearWeight(msgspec.Struct, frozen=True):
 
 class HeadWeight(msgspec.Struct, frozen=True):
     """A matrix [N, C] of each of H heads in the layout of the implementation that made it
-    (`LatentOps.pack_heads`), which alone reads `data`. `num_outputs` N, `num_inputs` C.
+    (`LatentOps.pack_heads`), the only reader of `data`. `num_outputs` N, `num_inputs` C.
     """
 
     data: object

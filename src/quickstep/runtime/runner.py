@@ -269,8 +269,8 @@ class ModelRunner:
             if not one.slot.failure:
                 one.accept(sampled)
         drafts = self._drafting.propose(rows, self._resident(rows, launched.emitting))
-        for one in launched.emitting:
-            outputs[one.index] = _output_with_tokens(one, _NO_OUTPUT, drafts)
+        for row in launched.emitting:
+            outputs[row.index] = _output_with_tokens(row, _NO_OUTPUT, drafts)
         seconds = self._clock() - launched.started_s
         step_id = launched.plan.step_id
         return StepResult(step_id, tuple(outputs), seconds, _failures(launched.slots))
@@ -452,8 +452,8 @@ class ModelRunner:
             self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden, gone)
         if emitting:
             drafts = self._drafting.propose(rows, resident, hidden, every_token)
-            for one in emitting:
-                outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
+            for row in emitting:
+                outputs[row.index] = _output_with_tokens(row, outputs[row.index], drafts)
         return tuple(outputs), _failures(slots)
 
     def _move_accepted(self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]) -> None:

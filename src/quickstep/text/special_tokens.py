@@ -93,7 +93,7 @@ def end_token_ids(path: Path, library: Any, named: Mapping[str, str]) -> frozens
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
-        if not all(type(one) is int for one in values):
+        if not all(type(token_id) is int for token_id in values):
             file = generation if section is sections[0] else path / "config.json"
             raise ConfigError(f"{file} sets 'eos_token_id' to {value!r}, it must be token ids")
         ids.update(values)

@@ -68,7 +68,7 @@ class TokenizerProcess:
                     f"the process that tokenises long texts ended with code {death.code};"
                     " send the request again or a shorter text"
                 ) from None
-        return [_ids(one) for one in msgspec.msgpack.decode(answer, type=list[bytes])]
+        return [_ids(encoded) for encoded in msgspec.msgpack.decode(answer, type=list[bytes])]
 
 
 def _ids(data: bytes) -> list[int]:

@@ -69,7 +69,7 @@ def add_engine_flags(parser: Parser) -> None:
 
 def _speculation(args: argparse.Namespace) -> SpeculationConfig:
     given = {} if args.speculative_config is None else args.speculative_config
-    objects = [dict(one) for one in given] if isinstance(given, list) else [dict(given)]
+    objects = [dict(fields) for fields in given] if isinstance(given, list) else [dict(given)]
     for name, value in (
         ("method", args.speculative_method),
         ("model", args.speculative_model),
@@ -79,7 +79,7 @@ def _speculation(args: argparse.Namespace) -> SpeculationConfig:
     ):
         if value is None:
             continue
-        if any(name in one for one in objects):
+        if any(name in fields for fields in objects):
             raise ConfigError(f"{name} is given twice: in --speculative-config and by its flag")
         if name in ("method", "model") and isinstance(given, list):
             raise ConfigError(
@@ -87,7 +87,7 @@ def _speculation(args: argparse.Namespace) -> SpeculationConfig:
                 f"{name} of one of them"
             )
         values = value if name == "model" else [value]
-        objects = [{**one, name: each} for each in values for one in objects]
+        objects = [{**fields, name: each} for each in values for fields in objects]
     fields = objects if isinstance(given, list) or len(objects) > 1 else objects[0]
     return SpeculationConfig.of_fields(fields, "--speculative-config")
 

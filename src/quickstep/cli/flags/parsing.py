@@ -150,7 +150,7 @@ def json_objects(text: str) -> dict[str, Any] | list[dict[str, Any]]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
     objects = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, dict) for one in objects):
+    if not all(isinstance(element, dict) for element in objects):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no list of objects")
     return value
 

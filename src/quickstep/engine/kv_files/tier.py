@@ -141,7 +141,9 @@ class EngineTier:
         is_saved = False
         try:
             self._directory.remove(order.removed)
-            content = [[bytes(part) for part in self._blocks.of(one)] for one in order.block_ids]
+            content = [
+                [bytes(part) for part in self._blocks.of(block_id)] for block_id in order.block_ids
+            ]
             if self._confirm(order):
                 self._directory.write(order, content)
                 is_saved = True

@@ -53,7 +53,7 @@ def open_runner(recording: SchedulerRecording) -> ReplayRunner:
     kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, device, plan.states)
     executor = open_executor(config, loaded.model, kv, loaded.plan, description, loaded.adapters)
     wanted = (request.request.sampling.grammar for request in recording.requests.values())
-    grammars: list[object] = [check_grammar(one, description.grammars) for one in wanted]
+    grammars: list[object] = [check_grammar(grammar, description.grammars) for grammar in wanted]
     return ReplayRunner(executor, grammars)
 
 

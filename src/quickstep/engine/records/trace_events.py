@@ -29,7 +29,7 @@ def trace_events(
     """The JSON object of a trace file. Records are in the order of their ends."""
     tracks = sorted(sequences, key=lambda one: one.timings.arrival_s)
     begins = [step.committed_at_s - step.seconds for step in steps]
-    begins += [one.timings.arrival_s for one in tracks]
+    begins += [sequence.timings.arrival_s for sequence in tracks]
     start_s = min(begins, default=0.0)
     events = [
         _named("process_name", _DEVICE, 0, "device"),
@@ -57,7 +57,7 @@ def _step_events(steps: Iterable[StepRecord], start_s: float) -> Iterator[Event]
         }
         yield _span(f"step {step.step_id}", _DEVICE, 1, begin_s - start_s, end_s - start_s, facts)
         parts = [("decode", step.decode_s, step.num_decode_tokens)] * (step.decode_s > 0.0)
-        prefills = [(f"prefill {one.request_id}", one) for one in step.prefills]
+        prefills = [(f"prefill {prefill.request_id}", prefill) for prefill in step.prefills]
         parts += [(name, one.seconds, one.num_tokens) for name, one in prefills]
         for name, seconds, num_tokens in parts:
             part_end_s = min(end_s, begin_s + seconds)

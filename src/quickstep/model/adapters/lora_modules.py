@@ -138,7 +138,9 @@ def base_biases(
     """
     matrices: dict[int, LinearWeight] = {}
     for number, layer in enumerate(weights.layers, first_layer):
-        into, out = (module_number(number, one) for one in (Projection.QKV, Projection.O_PROJ))
+        into, out = (
+            module_number(number, projection) for projection in (Projection.QKV, Projection.O_PROJ)
+        )
         mixer = layer.mixer
         if isinstance(mixer, AttentionWeights):
             matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
@@ -282,8 +284,8 @@ def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
     gate, up, down = naming.expert_parts
     for expert in range(spec.moe.num_experts):
         gate_up, down_proj = (
-            expert_number(spec, layer, expert, one)
-            for one in (Projection.GATE_UP, Projection.DOWN_PROJ)
+            expert_number(spec, layer, expert, projection)
+            for projection in (Projection.GATE_UP, Projection.DOWN_PROJ)
         )
         name = f"layers.{layer}.{naming.experts}.{expert}"
         found[f"{name}.{gate}"] = LoRAModule(gate_up, 0, width, hidden)

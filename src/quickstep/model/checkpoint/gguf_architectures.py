@@ -1,4 +1,4 @@
-"""How each `general.architecture` of GGUF is written: the table behind `gguf_spec`.
+"""How each `general.architecture` of GGUF is written: the table that `gguf_spec` reads.
 
 An entry names the architecture whose config the file was converted from, the tensors that it calls
 otherwise, and the keys of its section that are a key of that config. Facts are those of llama.cpp's

@@ -118,5 +118,5 @@ class FusedExpertsSource:
         return rows, groups * 32
 
 
-# halves of the powers of two that an exponent of 8 bits stands for
+# halves of 2^(exponent - 127), by the exponent of 8 bits
 _POWERS: Array = np.array([math.ldexp(0.5, exponent - 127) for exponent in range(256)], np.float32)

@@ -6,6 +6,9 @@ on its length only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -56,39 +59,45 @@ def _rms_norm_kernel(
 
 
 def _norm(
-    x: Tensor, residual: Tensor | None, weight: AnyTensor, eps: float, offset: float
+    kernel: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    **options: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel of a norm over the rows of x: (the normed rows, the sum with the residual)."""
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     out = torch.empty_like(x)
     summed = None if residual is None else torch.empty_like(x)
     row_len = x.shape[-1]
     if x.numel():
-        _rms_norm_kernel[(x.numel() // row_len,)](
+        kernel[(x.numel() // row_len,)](
             x,
             residual,
-            to_torch(weight),
+            *parameters,
             out,
             summed,
             row_len,
-            eps,
-            offset,
+            *scalars,
             HAS_RESIDUAL=residual is not None,
             BLOCK=triton.next_power_of_2(row_len),
+            **options,
         )
     return out, summed
 
 
 def rms_norm(x: Tensor, weight: AnyTensor, eps: float, offset: float) -> Tensor:
     """X [..., C], weight [C] -> [..., C]: x / sqrt(mean(x^2) + eps) * (weight + offset)."""
-    return _norm(x, None, weight, eps, offset)[0]
+    return _norm(_rms_norm_kernel, x, None, (to_torch(weight),), (eps, offset))[0]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: AnyTensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """X, residual [T, C] -> (rms_norm(x + residual), x + residual); the sum is rounded first."""
-    out, summed = _norm(x, residual, weight, eps, offset)
+    out, summed = _norm(_rms_norm_kernel, x, residual, (to_torch(weight),), (eps, offset))
     assert summed is not None
     return out, summed
 
@@ -136,29 +145,10 @@ def _layer_norm(
     bias: AnyTensor | None,
     eps: float,
     offset: float,
-) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    out = torch.empty_like(x)
-    summed = x if residual is None else torch.empty_like(x)
-    row_len = x.shape[-1]
-    if x.numel():
-        _layer_norm_kernel[(x.numel() // row_len,)](
-            x,
-            residual,
-            to_torch(weight),
-            None if bias is None else to_torch(bias),
-            out,
-            summed,
-            row_len,
-            weight.numel() // row_len,
-            eps,
-            offset,
-            HAS_RESIDUAL=residual is not None,
-            HAS_BIAS=bias is not None,
-            BLOCK=triton.next_power_of_2(row_len),
-        )
-    return out, summed
+) -> tuple[Tensor, Tensor | None]:
+    parameters = to_torch(weight), None if bias is None else to_torch(bias)
+    scalars = weight.numel() // x.shape[-1], eps, offset
+    return _norm(_layer_norm_kernel, x, residual, parameters, scalars, HAS_BIAS=bias is not None)
 
 
 def layer_norm(
@@ -177,7 +167,9 @@ def add_layer_norm(
     offset: float,
 ) -> tuple[Tensor, Tensor]:
     """X, residual [T, C] -> (layer_norm(x + residual), x + residual); the sum is rounded first."""
-    return _layer_norm(x, residual, weight, bias, eps, offset)
+    out, summed = _layer_norm(x, residual, weight, bias, eps, offset)
+    assert summed is not None
+    return out, summed
 
 
 @triton.jit

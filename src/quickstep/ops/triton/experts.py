@@ -76,7 +76,10 @@ def pack_experts(
 
 
 def _matrices(weights: Sequence[LinearWeight]) -> _Matrices | None:
-    rows = [[0 if one is None else one.data_ptr() for one in _tensors(one)] for one in weights]
+    rows = [
+        [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(weight)]
+        for weight in weights
+    ]
     forms = {_form(weight) for weight in weights}
     if len(forms) > 1 or any(address % _ALIGNMENT for row in rows for address in row):
         return None

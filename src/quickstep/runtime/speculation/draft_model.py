@@ -91,11 +91,11 @@ class DraftModelProposer:
         for task, one in zip(tasks, drafting, strict=True):
             one.slot.extend(task.new_token_ids)
             one.num_drafts = self._reserve(one.slot, task.num_drafts)
-        for one in sorted(drafting, key=_num_behind):
-            if one.num_drafts and budget:
-                one.row = one.slot.first_row(budget)
-                budget -= one.row.num_tokens
-                current.append(one)
+        for drafted in sorted(drafting, key=_num_behind):
+            if drafted.num_drafts and budget:
+                drafted.row = drafted.slot.first_row(budget)
+                budget -= drafted.row.num_tokens
+                current.append(drafted)
         while current:
             self._run(current)
             current = [sequence for sequence in current if sequence.advance()]

@@ -256,7 +256,7 @@ def _computed(
     """The tokens that the target has computed and accepted, of sequences in the slots that the
     proposer knows; None without any.
     """
-    emitted = {one.index: one for one in emitting}
+    emitted = {row.index: row for row in emitting}
     computed = []
     of_all: list[int] = []  # places in a tensor of all tokens
     of_final: list[int] = of_all if every_token else []

@@ -88,8 +88,14 @@ def likeliest_tree(levels: Sequence[Sequence[DraftCandidate]], num_drafts: int) 
     order = count()
 
     def add_children(parent: int, depth: int, probability: float) -> None:
-        for one in levels[depth] if depth < len(levels) else ():
-            entry = (-probability * one.probability, next(order), parent, depth, one.token_id)
+        for candidate in levels[depth] if depth < len(levels) else ():
+            entry = (
+                -probability * candidate.probability,
+                next(order),
+                parent,
+                depth,
+                candidate.token_id,
+            )
             heapq.heappush(heap, entry)
 
     add_children(0, 0, 1.0)
@@ -141,12 +147,12 @@ class TreeGrowth:
         if len(best) == self._num_drafts:
             best = best[:-1]  # what follows the last one is not likelier than it
         found = [
-            one
-            for one in best
-            if not self.nodes[one].is_expanded and self.nodes[one].depth < self._max_depth
+            node
+            for node in best
+            if not self.nodes[node].is_expanded and self.nodes[node].depth < self._max_depth
         ][: min(self._num_left, self._max_at_once)]
-        for one in found:
-            self.nodes[one].is_expanded = True
+        for node in found:
+            self.nodes[node].is_expanded = True
         self._num_left -= len(found)
         return found
 

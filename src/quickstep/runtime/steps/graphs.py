@@ -265,7 +265,9 @@ class GraphSteps:
             self._wanted.move_to_end(size, last=False)
         most_tokens = max(_FREE_TOKENS, 2 * needs.num_tokens)
         holding = [
-            one for one in self._graphs if one.num_tokens <= most_tokens and one.holds(needs)
+            graph
+            for graph in self._graphs
+            if graph.num_tokens <= most_tokens and graph.holds(needs)
         ]
         if holding:
             return self._graphs[min(holding, key=_work)]
@@ -621,7 +623,7 @@ class _LoRASlots:
                 (number for number in range(1, self._num_places + 1) if number not in used), None
             )
             if place is None:
-                place = placed.pop(next(one for one in placed if one not in named))[1]
+                place = placed.pop(next(other for other in placed if other not in named))[1]
             self.table.set_(place, adapter)
             placed[name] = adapter, place
         return [placed[row.adapter][1] if row.adapter else 0 for row in rows]
