@@ -6,6 +6,8 @@ JSON escapes line feeds, but not the three other characters at which readers suc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 _ENCODE = msgspec.json.Encoder().encode
@@ -17,13 +19,9 @@ _LINE_ENDS = (
 )
 
 
-def json_line(content: object) -> bytes:
-    """The JSON of a value without any line end, also none after it."""
-    return one_line(_ENCODE(content))
-
-
-def one_line(encoded: bytes) -> bytes:
-    """Encoded JSON, its line ends escaped."""
+def json_line(content: object, encode: Callable[[object], bytes] = _ENCODE) -> bytes:
+    """The JSON of a value without any line end, also none after it; by an encoder's `encode`."""
+    encoded = encode(content)
     for end, escape in _LINE_ENDS:
         encoded = encoded.replace(end, escape)
     return encoded

@@ -31,7 +31,7 @@ from quickstep.core.policies import Policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
-from quickstep.json_line import one_line
+from quickstep.json_line import json_line
 from quickstep.types import (
     FinishReason,
     Grammar,
@@ -374,7 +374,7 @@ class Recorder:
         return names.setdefault(name, f"{kind}-{len(names) + 1}")
 
     def _put(self, line: Any) -> None:
-        self._write(one_line(self._encoder.encode(line)) + b"\n")
+        self._write(json_line(line, self._encoder.encode) + b"\n")
 
 
 class RecordingScheduler(Scheduler):
