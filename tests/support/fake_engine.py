@@ -155,6 +155,7 @@ class Submitted:
     adapter: str = ""
     reports_progress: bool = False
     retain_s: float = 0.0
+    received_s: float | None = field(default=None, compare=False)
 
 
 class FakeStream:
@@ -420,6 +421,7 @@ class FakeEngine:
             request.adapter,
             request.reports_progress,
             request.retain_s,
+            request.received_s,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

@@ -2,17 +2,22 @@
 
 import asyncio
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from client import client_of
-from fake_engine import FakeEngine, FakeStream
+from fake_engine import FakeEngine, FakeStream, FakeTokenizer
 from msgspec.structs import replace
 
 from quickstep.engine.retrieval.card import Retrieval, Scoring
 from quickstep.server.app import create_app
-from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
+from quickstep.server.usage.limits import Budget, KeyLimits
+from quickstep.server.usage.price_book import PriceBook, PriceEntry
 from quickstep.types import Pooling, Request
 
 RERANK = "/v1/rerank"
@@ -230,3 +235,69 @@ def test_embeddings_get_the_text_of_their_task_and_are_cut_on_request() -> None:
     for most, num_tokens in ((-1, 20), (5, 5)):
         assert post("/v1/embeddings", {**long, "truncate_prompt_tokens": most}, engine).is_success
         assert len(engine.submitted[-1].prompt) == num_tokens
+
+
+def test_the_time_of_an_answer_counts_from_its_request() -> None:
+    """For every prompt, also for those that are submitted after the first is computed."""
+    engine = FakeEngine(block_size=16)
+    body = {"query": "q" * 40, "documents": ["a", "b", "c"], "timeout_s": 5}
+    started_s = time.monotonic()
+    assert post(RERANK, body, engine).status_code == 200
+    received_s = {item.received_s for item in engine.submitted}
+    assert len(received_s) == 1
+    assert started_s <= (received_s.pop() or 0.0) <= time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RERANK, {"query": "q", "documents": ["a" * 4000]}),
+        (SCORE, {"text_1": "q", "text_2": "a" * 4000}),
+        ("/v1/embeddings", {"input": "a" * 4000}),
+    ],
+)
+def test_a_budget_in_dollars_holds_for_requests_together(
+    path: str, body: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of two that may cost most of it, one has to wait for what the other did cost."""
+    prices = PriceBook(models={"fake": PriceEntry(input_per_million=1e6)})
+    limits = KeyLimits(budgets=(Budget(per="day", usd=900.0),))
+    options = ServerOptions(
+        api_keys=ApiKeys([ApiKey("ann", "a", limits=limits)]),
+        usage=UsageOptions(prices, tmp_path / "usage.db"),
+    )
+
+    async def run() -> list[int]:
+        async with client_of(create_app(FakeEngine(max_model_len=8192), options)) as client:
+            calls = (client.post(path, json=body, headers={"x-api-key": "a"}) for _ in "ab")
+            return sorted(answer.status_code for answer in await asyncio.gather(*calls))
+
+    assert asyncio.run(run()) == [200, 429]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/classify"])
+def test_a_long_text_is_tokenized_as_far_as_it_is_read(path: str) -> None:
+    tokenizer = CountingTokenizer()
+    retrieval = Retrieval(is_encoder=True, labels=("no", "yes"))
+    engine = FakeEngine(retrieval=retrieval, tokenizer=tokenizer, max_model_len=100)
+    body = {"input": ["a" * 100_000, "b"], "truncate_prompt_tokens": 50}
+    assert post(path, body, engine).status_code == 200
+    assert [len(item.prompt) for item in engine.submitted] == [50, 2]
+    assert sum(tokenizer.sizes) < 1000
+
+
+class CountingTokenizer(FakeTokenizer):
+    """Notes how many characters it tokenizes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.sizes.append(len(text))
+        return super().encode(text, add_special_tokens)
+
+
+def test_large_answers_are_encoded_too() -> None:
+    body = {"query": "q", "documents": ["a" * 20_000, "b"], "max_tokens_per_doc": 300}
+    answer = post(RERANK, body).json()
+    assert {len(result["document"]["text"]) for result in answer["results"]} == {20_000, 1}

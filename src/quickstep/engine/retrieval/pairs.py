@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -91,10 +90,10 @@ class Pairs(msgspec.Struct, frozen=True):
                 param=self.query_field,
             )
 
-    @property
-    def num_chars(self) -> int:
+    def num_chars(self, scoring: Scoring) -> int:
         """Characters of all prompts together."""
-        num_each = len(self.documents) if len(self.queries) == 1 else 1
+        is_repeated = len(self.queries) == 1 and scoring is not Scoring.COSINE
+        num_each = len(self.documents) if is_repeated else 1
         return sum(map(len, self.documents)) + num_each * sum(map(len, self.queries))
 
 
@@ -175,12 +174,20 @@ def _document_writer(
     return write
 
 
+def bounded_text(tokenizer: TextTokens, text: str, most: int) -> str:
+    """As much of a text's beginning as must be tokenized to know its first `most` tokens, and
+    whether there are more.
+    """
+    least = tokenizer.least_tokens(text) if len(text) > most else 0
+    if least <= most + 1:
+        return text
+    bytes_per_token = len(text.encode("utf-8", "surrogatepass")) // (least - 1) + 1
+    return text[: (most + 1) * bytes_per_token]
+
+
 def cut_text(tokenizer: TextTokens, text: str, most: int) -> str:
     """The first `most` tokens of a text, in complete characters."""
-    least = tokenizer.least_tokens(text)
-    if least > most + 1:  # tokenize no more than may be needed
-        bytes_per_token = len(text.encode()) // (least - 1) + 1
-        text = text[: (most + 1) * bytes_per_token]
+    text = bounded_text(tokenizer, text, most)
     ids = tokenizer.encode(text, False)
     return text if len(ids) <= most else tokenizer.decode(ids[:most], False).rstrip("\ufffd")
 
@@ -191,7 +198,7 @@ def fitting_ids(
     """The prompt that `write` makes of as much of the text's beginning as fits `most` tokens.
     Raises RequestError if nothing of it does.
     """
-    text = cut_text(tokenizer, text, most)
+    text = bounded_text(tokenizer, text, most)
     ids = write(text)
     num_kept = len(tokenizer.encode(text, False)) if len(ids) > most else 0
     while len(ids) > most:
@@ -250,27 +257,6 @@ def pair_prompts(
         _check_text(model, document, longest, pairs.document_field)
         ids = write(document)
         _check_len(model, len(ids), longest, pairs.document_field)
-        prompts.append(ids)
-    return prompts
-
-
-def text_prompts(
-    model: _Model, texts: Sequence[str], field: str, limits: TextLimits
-) -> list[list[int]]:
-    """A prompt for each text, with special tokens. Raises RequestError that names the `field`."""
-    longest = model.max_model_len
-    most = limits.checked(longest)
-    if not texts:
-        raise RequestError(f"{field} is an empty list", param=field)
-    tokenizer, prompts = model.tokenizer, []
-    for text in texts:
-        if most is not None:
-            write = partial(tokenizer.encode, add_special_tokens=True)
-            prompts.append(fitting_ids(tokenizer, write, text, most))
-            continue
-        _check_text(model, text, longest, field)
-        ids = tokenizer.encode(text, True)
-        _check_len(model, len(ids), longest, field)
         prompts.append(ids)
     return prompts
 

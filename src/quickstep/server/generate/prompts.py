@@ -8,12 +8,14 @@ fit the context is refused before it is tokenised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.engine.interface import ServedEngine, Vocabulary
+from quickstep.engine.retrieval.pairs import bounded_text, fitting_ids
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
@@ -87,12 +89,59 @@ async def prompts_ids(
         RequestError: A prompt is too long, or the template refuses it.
         ServerBusy: Too many prompts wait.
     """
-    num_chars = sum(map(_num_chars, prompts))
+    return await _in_lane(prompts, lanes, lambda: _all_ids(engine, prompts, max_len))
+
+
+async def bounded_ids(
+    engine: ServedEngine,
+    prompts: Sequence[TextPrompt | TokenPrompt],
+    lanes: WorkLanes,
+    most: int | None,
+) -> list[Sequence[int]]:
+    """The tokens of the prompts, at most `most` of each: of a longer text its beginning, with the
+    special tokens that end a prompt. None refuses what does not fit the context.
+
+    Raises:
+        RequestError: A prompt is too long, or nothing of a text fits.
+        ServerBusy: Too many prompts wait.
+    """
+    if most is None:
+        return await prompts_ids(engine, prompts, lanes, engine.max_model_len)
 
     def work() -> list[Sequence[int]]:
-        return _all_ids(engine, prompts, max_len)
+        bounded = [_bounded(engine, prompt, most) for prompt in prompts]
+        return [
+            ids if len(ids) <= most else _beginning(engine, prompt, most)
+            for ids, prompt in zip(_all_ids(engine, bounded, None), bounded, strict=True)
+        ]
 
+    return await _in_lane(prompts, lanes, work)
+
+
+async def _in_lane(
+    prompts: Sequence[Prompt], lanes: WorkLanes, work: Callable[[], list[Sequence[int]]]
+) -> list[Sequence[int]]:
+    num_chars = sum(map(_num_chars, prompts))
     return work() if num_chars <= _INLINE_CHARS else await lanes.run(num_chars, work)
+
+
+def _bounded(
+    engine: ServedEngine, prompt: TextPrompt | TokenPrompt, most: int
+) -> TextPrompt | TokenPrompt:
+    if isinstance(prompt, TokenPrompt):
+        return prompt
+    return replace(prompt, text=bounded_text(engine.tokenizer, prompt.text, most))
+
+
+def _beginning(engine: ServedEngine, prompt: TextPrompt | TokenPrompt, most: int) -> Sequence[int]:
+    if isinstance(prompt, TokenPrompt):
+        return prompt.token_ids[:most]
+    special = prompt.add_special_tokens
+
+    def write(text: str) -> list[int]:
+        return engine.tokenizer.encode(text, special)
+
+    return fitting_ids(engine.tokenizer, write, prompt.text, most)
 
 
 def _num_chars(prompt: Prompt) -> int:

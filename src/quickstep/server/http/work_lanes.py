@@ -154,5 +154,5 @@ class WorkLanes:
         return await _finished(self.run(size, work))
 
     async def parse(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """The same for JSON; a short one is parsed immediately. Raises ServerBusy."""
+        """The same, but what is short is done immediately. Raises ServerBusy."""
         return work() if size <= INLINE_BYTES else await self.run(size, work)

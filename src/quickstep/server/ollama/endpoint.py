@@ -22,10 +22,10 @@ from quickstep.server.generate.api import GeneratingApi, Observers
 from quickstep.server.generate.endpoint import (
     GeneratingRoute,
     caller_of,
-    endpoint_of,
 )
 from quickstep.server.generate.generation import Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
+from quickstep.server.generate.prompt_runs import PromptRun
 from quickstep.server.generate.prompts import TextPrompt
 from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
@@ -375,11 +375,9 @@ class OllamaEmbedding:
         body_parsed(request)
         prompts = [TextPrompt(text) for text in inputs]
         work = self._embeddings.embed(
-            model,
+            PromptRun.of(request, model, embedding),
             embedding,
             prompts,
-            caller_of(request),
-            endpoint_of(request),
             truncates=truncates,
             input_field=input_field,
         )

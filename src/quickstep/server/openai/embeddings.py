@@ -6,11 +6,11 @@ When the client disconnects, running requests are aborted.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
@@ -18,21 +18,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quickstep.engine.interface import ServedEngine
-from quickstep.engine.retrieval.pairs import TextLimits, fitting_ids, prompt_of_task
+from quickstep.engine.retrieval.pairs import TextLimits, prompt_of_task
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import LineResult, Observers
-from quickstep.server.generate.endpoint import (
-    BYTES_PER_TOKEN,
-    caller_of,
-    endpoint_of,
-)
-from quickstep.server.generate.generation import with_client_field
-from quickstep.server.generate.prompt_runs import PromptFields, PromptRun
-from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
+from quickstep.server.generate.endpoint import BYTES_PER_TOKEN, caller_of
+from quickstep.server.generate.prompt_runs import POOLED, PromptRun
+from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, bounded_ids
 from quickstep.server.generate.sampling import token_ids_of
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import CLIENT_CLOSED, json_response
+from quickstep.server.http.errors import CLIENT_CLOSED, encoded_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
@@ -40,11 +35,7 @@ from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
 from quickstep.server.options import bounded
 from quickstep.server.usage.recorder import BATCHES
-from quickstep.types import Pooling, SamplingParams
-
-# Larger answers, in numbers, are written in a thread.
-_INLINE_NUMBERS = 16_384
-_SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is sampled
+from quickstep.types import Pooling
 
 
 class Embeddings:
@@ -64,9 +55,7 @@ class Embeddings:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
-        if sum(len(item.embedding) for item in answer.data) <= _INLINE_NUMBERS:
-            return json_response(answer)
-        return await asyncio.to_thread(json_response, answer)
+        return await encoded_response(answer, sum(len(item.embedding) for item in answer.data))
 
     async def answer_line(
         self, body: bytes, caller: str = "", added_priority: int = 0
@@ -75,93 +64,61 @@ class Embeddings:
         reader = FieldReader(self._models.server.field_rules)
         model = await self._models.of_body(body, caller)
         fields, prompts = await _parsed(body, reader, model, caller)
-        answer = await self.embed(model, fields, prompts, caller, BATCHES, added_priority)
-        return LineResult(answer, reader.ignored)
+        run = PromptRun(model, fields, caller, BATCHES, added_priority=added_priority)
+        return LineResult(await self.embed(run, fields, prompts), reader.ignored)
 
     async def _embed(self, request: HttpRequest, body: bytes, reader: FieldReader) -> EmbeddingList:
         caller = caller_of(request)
         model = await self._models.of_body(body, caller)
         fields, prompts = await _parsed(body, reader, model, caller)
         body_parsed(request)
-        return await self.embed(model, fields, prompts, caller, endpoint_of(request))
+        return await self.embed(PromptRun.of(request, model, fields), fields, prompts)
 
     async def embed(
         self,
-        model: ServedModel,
+        run: PromptRun,
         fields: EmbeddingRequest,
         prompts: Sequence[TextPrompt | TokenPrompt],
-        caller: str,
-        endpoint: str,
-        added_priority: int = 0,
         truncates: bool = False,
         input_field: str = "input",
     ) -> EmbeddingList:
         """The vectors of `prompts`; with `truncates`, only the beginning of a prompt that is too
         long is read. Raises RequestError that names `input_field`, EngineError.
         """
-        engine = model.engine
+        engine = run.model.engine
         if engine.retrieval.refusal:
             raise RequestError(engine.retrieval.refusal, param="model")
-        run = PromptRun(
-            model,
-            PromptFields(
-                fields.model, fields.user, fields.priority, fields.cache_salt, fields.timeout_s
-            ),
-            caller,
-            endpoint,
-            added_priority,
-        )
         if fields.dimensions is not None and fields.dimensions < 1:
             raise RequestError(
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
         limits = TextLimits(-1 if truncates else fields.truncate_prompt_tokens)
         most = limits.checked(engine.max_model_len)
-        expected = sum(map(_expected_tokens, prompts))
-        reservation = model.server.limiter.admit(caller, expected, in_batch=endpoint == BATCHES)
-        try:
-            try:
-                ids = await self._ids(model, _with_task(prompts, fields, engine), caller, most)
-            except RequestError as error:
-                raise with_client_field(error, "", input_field) from None
-            check_num_tokens(ids, _SAMPLING, engine.max_model_len, model.server.limits)
-            pooling = engine.retrieval.pooling
-            if fields.pooling is not None:
-                pooling = Pooling(fields.pooling)
-            deltas = await run.answers(self._observers, ids, _SAMPLING, pooling, input_field)
-        finally:
-            reservation.release()
+        pooling = engine.retrieval.pooling
+        if fields.pooling is not None:
+            pooling = Pooling(fields.pooling)
+
+        texts = _with_task(prompts, fields, engine)
+        answers = await run.answers(
+            self._observers,
+            sum(map(_expected_tokens, prompts)),
+            partial(bounded_ids, engine, texts, run.lanes, most),
+            POOLED,
+            pooling,
+            input_field,
+        )
         as_text = fields.encoding_format == "base64"
-        vectors = [_shortened(delta.embedding or (), fields.dimensions) for delta in deltas]
+        vectors = [_shortened(delta.embedding or (), fields.dimensions) for delta in answers.deltas]
         data = [
             Embedding("embedding", index, _base64(vector) if as_text else list(vector))
             for index, vector in enumerate(vectors)
         ]
-        num_tokens = sum(map(len, ids))
         return EmbeddingList(
             "list",
             data,
-            model.name_or_default(fields.model),
-            EmbeddingUsage(num_tokens, num_tokens),
+            run.model.name_or_default(fields.model),
+            EmbeddingUsage(answers.num_tokens, answers.num_tokens),
         )
-
-    async def _ids(
-        self,
-        model: ServedModel,
-        prompts: Sequence[TextPrompt | TokenPrompt],
-        caller: str,
-        most: int | None,
-    ) -> list[Sequence[int]]:
-        """The tokens of the prompts; at most `most` of each, if that is not None."""
-        engine, lanes = model.engine, model.server.lanes.of(caller)
-        if most is None:
-            return await prompts_ids(engine, prompts, lanes, engine.max_model_len)
-        texts = [prompt for prompt in prompts if isinstance(prompt, TextPrompt)]
-
-        def work() -> list[Sequence[int]]:
-            return [_beginning(engine, prompt, most) for prompt in prompts]
-
-        return await lanes.run(sum(len(prompt.text) for prompt in texts), work)
 
 
 async def _parsed(
@@ -211,18 +168,6 @@ def _with_task(
         replace(prompt, text=before + prompt.text) if isinstance(prompt, TextPrompt) else prompt
         for prompt in prompts
     ]
-
-
-def _beginning(engine: ServedEngine, prompt: TextPrompt | TokenPrompt, most: int) -> Sequence[int]:
-    """At most `most` tokens of a prompt; a text's special tokens at its end are kept."""
-    if isinstance(prompt, TokenPrompt):
-        return prompt.token_ids[:most]
-    special = prompt.add_special_tokens
-
-    def write(text: str) -> list[int]:
-        return engine.tokenizer.encode(text, special)
-
-    return fitting_ids(engine.tokenizer, write, prompt.text, most)
 
 
 def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:

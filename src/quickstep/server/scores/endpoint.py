@@ -1,4 +1,5 @@
-"""`/v1/rerank`, `/v2/rerank` and `/v1/score`: how well documents answer a query.
+"""`/v1/rerank`, `/v2/rerank` and `/v1/score`: how well documents answer a query; `/v1/classify`:
+the classes of texts.
 
 Each pair is one prompt, or query and document are one prompt each, as the model scores them
 (`engine.retrieval`); the prompts pass the limits, the queue and the scheduler as embeddings do.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -25,21 +27,15 @@ from quickstep.engine.retrieval.pairs import (
     pair_prompts,
     pair_sampling,
     pair_scores,
-    text_prompts,
 )
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import Observers
-from quickstep.server.generate.endpoint import (
-    BYTES_PER_TOKEN,
-    caller_of,
-    endpoint_of,
-)
-from quickstep.server.generate.generation import with_client_field
-from quickstep.server.generate.prompt_runs import PromptFields, PromptRun
-from quickstep.server.generate.prompts import check_num_tokens
+from quickstep.server.generate.endpoint import BYTES_PER_TOKEN, caller_of
+from quickstep.server.generate.prompt_runs import POOLED, PromptRun
+from quickstep.server.generate.prompts import TextPrompt, bounded_ids
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import CLIENT_CLOSED, json_response
+from quickstep.server.http.errors import CLIENT_CLOSED, encoded_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
@@ -62,11 +58,10 @@ from quickstep.server.scores.response_types import (
     ScoreData,
     ScoreList,
 )
-from quickstep.types import Pooling, SamplingParams
+from quickstep.types import Pooling
 
-# A first pair is computed before the others if they share so many blocks with it.
-_SHARED_BLOCKS = 4
-_POOLED = SamplingParams(max_tokens=1)  # of which nothing is sampled
+_Answer = tuple[msgspec.Struct, int]  # and its size, in numbers or characters
+_Fields = TypeVar("_Fields", RerankRequest, ScoreRequest, ClassifyRequest)
 
 
 class _Scored(msgspec.Struct, frozen=True):
@@ -102,26 +97,31 @@ class Scores:
     async def _answer(
         self,
         request: HttpRequest,
-        work: Callable[[HttpRequest, bytes, FieldReader], Coroutine[Any, Any, msgspec.Struct]],
+        work: Callable[[HttpRequest, bytes, FieldReader], Coroutine[Any, Any, _Answer]],
     ) -> Response:
         try:
             self._models.server.limiter.check(caller_of(request))
             reader = FieldReader(self._models.server.field_rules)
             body = body_of(request)
-            answer = await unless_disconnected(request.receive, work(request, body, reader))
+            answer, size = await unless_disconnected(request.receive, work(request, body, reader))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
-        return json_response(answer)
+        return await encoded_response(answer, size)
 
-    async def _reranked(
-        self, request: HttpRequest, body: bytes, reader: FieldReader
-    ) -> RerankResponse:
+    async def _fields(
+        self, request: HttpRequest, body: bytes, reader: FieldReader, body_type: type[_Fields]
+    ) -> tuple[ServedModel, _Fields]:
+        """The model that answers, and the fields of the body. Raises RequestError."""
         caller = caller_of(request)
         model = await self._models.of_body(body, caller)
         fields = await model.server.lanes.of(caller).parse(
-            len(body), lambda: reader.decode(body, RerankRequest)
+            len(body), lambda: reader.decode(body, body_type)
         )
+        return model, fields
+
+    async def _reranked(self, request: HttpRequest, body: bytes, reader: FieldReader) -> _Answer:
+        model, fields = await self._fields(request, body, reader, RerankRequest)
         bounded("documents", len(fields.documents), model.server.limits.prompts, "entries")
         texts = [_text(document) for document in fields.documents]
         pairs = Pairs([_text(fields.query)], texts, "query", "documents")
@@ -135,7 +135,7 @@ class Scores:
             for index in order[: fields.top_n or None]
         ]
         tokens = RerankTokens(scored.num_tokens, scored.num_outputs)
-        return RerankResponse(
+        answer = RerankResponse(
             f"rerank-{secrets.token_hex(16)}",
             "list",
             model.name_or_default(fields.model),
@@ -143,19 +143,16 @@ class Scores:
             EmbeddingUsage(scored.num_tokens, scored.num_tokens),
             RerankMeta(ApiVersion("2"), tokens),
         )
+        return answer, sum(len(texts[result.index]) for result in results if with_texts)
 
-    async def _scores(self, request: HttpRequest, body: bytes, reader: FieldReader) -> ScoreList:
-        caller = caller_of(request)
-        model = await self._models.of_body(body, caller)
-        fields = await model.server.lanes.of(caller).parse(
-            len(body), lambda: reader.decode(body, ScoreRequest)
-        )
+    async def _scores(self, request: HttpRequest, body: bytes, reader: FieldReader) -> _Answer:
+        model, fields = await self._fields(request, body, reader, ScoreRequest)
         queries, documents = _texts(fields.text_1), _texts(fields.text_2)
         for name, texts in (("text_1", queries), ("text_2", documents)):
             bounded(name, len(texts), model.server.limits.prompts, "entries")
         pairs = Pairs(queries, documents, "text_1", "text_2")
         scored = await self._scored(request, model, fields, pairs)
-        return ScoreList(
+        answer = ScoreList(
             f"score-{secrets.token_hex(16)}",
             "list",
             int(self._clock()),
@@ -163,50 +160,47 @@ class Scores:
             [ScoreData(index, "score", score) for index, score in enumerate(scored.scores)],
             EmbeddingUsage(scored.num_tokens, scored.num_tokens),
         )
+        return answer, len(answer.data)
 
-    async def _classified(
-        self, request: HttpRequest, body: bytes, reader: FieldReader
-    ) -> ClassifyList:
-        caller = caller_of(request)
-        model = await self._models.of_body(body, caller)
-        fields = await model.server.lanes.of(caller).parse(
-            len(body), lambda: reader.decode(body, ClassifyRequest)
-        )
+    async def _classified(self, request: HttpRequest, body: bytes, reader: FieldReader) -> _Answer:
+        model, fields = await self._fields(request, body, reader, ClassifyRequest)
         body_parsed(request)
-        texts = _texts(fields.input)
+        texts = [TextPrompt(text) for text in _texts(fields.input)]
+        if not texts:
+            raise RequestError("input is an empty list", param="input")
         bounded("input", len(texts), model.server.limits.prompts, "entries")
-        engine, server, labels = model.engine, model.server, model.engine.retrieval.labels
+        engine, labels = model.engine, model.engine.retrieval.labels
         if not labels:
             raise RequestError(
                 f"{engine.model_name} has no classification head; /v1/score and "
                 "response_format choose among texts",
                 param="model",
             )
-        run = _prompt_run(request, model, fields)
-        limits, num_chars = TextLimits(fields.truncate_prompt_tokens), sum(map(len, texts))
-        reservation = server.limiter.admit(caller, num_chars // BYTES_PER_TOKEN, in_batch=False)
-        try:
-            prompts = await server.lanes.of(caller).run(
-                num_chars, lambda: text_prompts(engine, texts, "input", limits)
-            )
-            check_num_tokens(prompts, _POOLED, engine.max_model_len, server.limits)
-            deltas = await run.answers(self._observers, prompts, _POOLED, Pooling.CLASSES, "input")
-        finally:
-            reservation.release()
+        run = PromptRun.of(request, model, fields)
+        most = TextLimits(fields.truncate_prompt_tokens).checked(engine.max_model_len)
+
+        answers = await run.answers(
+            self._observers,
+            sum(len(prompt.text) for prompt in texts) // BYTES_PER_TOKEN,
+            partial(bounded_ids, engine, texts, run.lanes, most),
+            POOLED,
+            Pooling.CLASSES,
+            "input",
+        )
         data = []
-        for index, delta in enumerate(deltas):
+        for index, delta in enumerate(answers.deltas):
             probs = list(class_probabilities(delta.embedding or ()))
             label = labels[probs.index(max(probs))]
             data.append(ClassifyData(index, label, probs, len(probs)))
-        num_tokens = sum(map(len, prompts))
-        return ClassifyList(
+        answer = ClassifyList(
             f"classify-{secrets.token_hex(16)}",
             "list",
             int(self._clock()),
             model.name_or_default(fields.model),
             data,
-            EmbeddingUsage(num_tokens, num_tokens),
+            EmbeddingUsage(answers.num_tokens, answers.num_tokens),
         )
+        return answer, len(data) * len(labels)
 
     async def _scored(
         self,
@@ -216,63 +210,24 @@ class Scores:
         pairs: Pairs,
     ) -> _Scored:
         body_parsed(request)
-        caller, server, engine = caller_of(request), model.server, model.engine
-        run = _prompt_run(request, model, fields)
-        generates = engine.retrieval.scoring is Scoring.TOKENS
-        sampling = pair_sampling(engine.retrieval)
-        reservation = server.limiter.admit(
-            caller, pairs.num_chars // BYTES_PER_TOKEN, in_batch=False
+        engine, retrieval = model.engine, model.engine.retrieval
+        run = PromptRun.of(request, model, fields)
+        limits = TextLimits(fields.truncate_prompt_tokens, fields.max_tokens_per_doc)
+        num_chars = pairs.num_chars(retrieval.scoring)
+
+        prompts = partial(pair_prompts, engine, pairs, fields.instruction, limits)
+        answers = await run.answers(
+            self._observers,
+            num_chars // BYTES_PER_TOKEN,
+            lambda: run.lanes.run(num_chars, prompts),
+            pair_sampling(retrieval),
+            pair_pooling(retrieval),
+            pairs.document_field,
         )
-        try:
-            limits = TextLimits(fields.truncate_prompt_tokens, fields.max_tokens_per_doc)
-            try:
-                prompts = await server.lanes.of(caller).run(
-                    pairs.num_chars, lambda: pair_prompts(engine, pairs, fields.instruction, limits)
-                )
-            except RequestError as error:
-                raise with_client_field(error, "", pairs.document_field) from None
-            check_num_tokens(prompts, sampling, engine.max_model_len, server.limits)
-            deltas = await run.answers(
-                self._observers,
-                prompts,
-                sampling,
-                pair_pooling(engine.retrieval),
-                pairs.document_field,
-                shares_prefix=generates and _has_shared_prefix(prompts, engine.block_size),
-            )
-        finally:
-            reservation.release()
-        return _Scored(
-            pair_scores(engine.retrieval, deltas, pairs),
-            sum(map(len, prompts)),
-            len(prompts) if generates else 0,
-        )
-
-
-def _prompt_run(
-    request: HttpRequest,
-    model: ServedModel,
-    fields: RerankRequest | ScoreRequest | ClassifyRequest,
-) -> PromptRun:
-    common = PromptFields(
-        fields.model, fields.user, fields.priority, fields.cache_salt, fields.timeout_s
-    )
-    return PromptRun(model, common, caller_of(request), endpoint_of(request))
-
-
-def _has_shared_prefix(prompts: Sequence[Sequence[int]], block_size: int) -> bool:
-    """Whether it pays that the first prompt is computed before the others."""
-    if len(prompts) < 3:
-        return False
-    num_shared = next(
-        (
-            number
-            for number, (a, b) in enumerate(zip(prompts[0], prompts[1], strict=False))
-            if a != b
-        ),
-        min(len(prompts[0]), len(prompts[1])),
-    )
-    return num_shared >= _SHARED_BLOCKS * block_size
+        size = sum(len(delta.embedding or ()) for delta in answers.deltas)
+        scores = await run.lanes.parse(size, lambda: pair_scores(retrieval, answers.deltas, pairs))
+        generates = retrieval.scoring is Scoring.TOKENS
+        return _Scored(scores, answers.num_tokens, len(answers.prompts) if generates else 0)
 
 
 def _text(document: str | TextDocument) -> str:
