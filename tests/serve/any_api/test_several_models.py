@@ -162,7 +162,7 @@ def test_a_client_that_floods_a_model_that_is_loaded_leaves_room_for_others() ->
     assert sorted(response.status_code for response in flood) == [200] * 8 + [429] * 12
     refused = next(response for response in flood if response.status_code == 429)
     assert refused.headers["retry-after"] == "10"
-    assert "8 sequences of one wait, its share of 9 is used up" in refused.text
+    assert "8 requests of one wait for a model, at most 9 may" in refused.text
     assert other.status_code == at_once.status_code == 200
 
 

@@ -20,7 +20,7 @@ from quickstep.core.model_residency import ModelResidency, ModelState
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.engine.interface import ServedEngine, SleepingEngine
 from quickstep.engine.stats import EngineState
-from quickstep.errors import EngineError, QueueFull, QuickstepError, RequestError, size_text
+from quickstep.errors import EngineError, QuickstepError, RequestError, size_text
 from quickstep.server.models.lora_names import LoRANames
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import ServerOptions
@@ -220,7 +220,13 @@ class ResidentModels:
             self._shares.take(caller, weight=self._server.api_keys.weight_of(caller))
         except NoRoom as full:
             self._residency.end(name, number, self._clock())
-            raise QueueFull(full.num_held, 1, full.capacity, self._overtake_s, full.owner) from None
+            whose = f" of {full.owner}" if full.owner else ""
+            raise RequestError(
+                f"{full.num_held} requests{whose} wait for a model, at most {full.capacity} may; "
+                "send the request again later or raise --max-waiting",
+                status=429,
+                retry_after_s=self._overtake_s,
+            ) from None
         loaded = self._queue[number] = asyncio.get_running_loop().create_future()
         self._changed.set()
         try:
