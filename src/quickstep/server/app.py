@@ -27,6 +27,7 @@ from quickstep.server.http.route import (
     with_checked_body,
     with_key_limits,
 )
+from quickstep.server.kept_streams.kept_request import with_repeats
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.models.server_state import ServerState
@@ -98,18 +99,7 @@ def starlette_app(
         routes=[
             route
             for api_route in routes
-            for route in replace(
-                api_route,
-                endpoint=with_admin_check(
-                    api_route,
-                    options.api_keys,
-                    with_key_limits(
-                        api_route,
-                        server.limiter,
-                        with_checked_body(api_route, rules, server.lanes, server.reception),
-                    ),
-                ),
-            ).starlette()
+            for route in _checked(api_route, options, server, rules).starlette()
         ],
         middleware=[
             *_cors(options.cors),
@@ -119,6 +109,16 @@ def starlette_app(
     )
     app.router.redirect_slashes = False  # another path is another path: 404
     return app
+
+
+def _checked(
+    route: ApiRoute, options: ServerOptions, server: ServerState, rules: BodyRules
+) -> ApiRoute:
+    """The route with its checks, the outermost first: the operator, limits, body, repeats."""
+    endpoint = with_repeats(route, server.kept_streams)
+    endpoint = with_checked_body(route, endpoint, rules, server.lanes, server.reception)
+    endpoint = with_key_limits(route, server.limiter, endpoint)
+    return replace(route, endpoint=with_admin_check(route, options.api_keys, endpoint))
 
 
 class _App(Starlette):

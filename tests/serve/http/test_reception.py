@@ -14,8 +14,11 @@ from client import CHAT, COMPLETIONS, JSON, MESSAGES, client_of
 from fake_engine import FakeEngine, Script
 from live_server import DEADLINE_S, LiveServer, live_server, until
 
+from quickstep.core.shares import Shares
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
+from quickstep.server.http.body import BodyRoom
+from quickstep.server.http.errors import ServerBusy
 from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
 from quickstep.server.usage.api_keys import ApiKeys
 
@@ -192,3 +195,18 @@ def test_less_than_one_body_is_refused_at_the_start() -> None:
         )
     assert options().reception_bytes == 9 * SIZE
     assert ServerOptions().reception_bytes == 64 * RequestLimits().body_bytes
+
+
+def test_a_body_that_is_kept_has_its_room_after_the_response() -> None:
+    """A client that has left may come back for an answer whose body waits to be parsed."""
+    shares = Shares(10)
+    kept, other = (BodyRoom(shares, owner, 1.0, has_key=True) for owner in ("ann", "bob"))
+    kept.reserve(8)
+    kept.keep()
+    kept.leave()
+    with pytest.raises(ServerBusy):
+        other.reserve(8)
+    kept.release()
+    other.reserve(8)
+    other.leave()
+    kept.reserve(8)

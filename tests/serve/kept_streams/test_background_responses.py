@@ -16,7 +16,7 @@ from kept_world import ANN, BOB, KEYS, World, in_world
 from live_server import DEADLINE_S, live_server, until
 from route_calls import RESPONSES, saying
 
-from quickstep.server.options import KeptStreamOptions, ServerOptions
+from quickstep.server.options import Deadlines, KeptStreamOptions, ServerOptions
 from quickstep.types import FinishReason
 
 BODY = {"input": "hi", "background": True}
@@ -128,7 +128,8 @@ def test_a_running_response_shows_what_it_has() -> None:
         refused = await world.client.post(
             RESPONSES, json={"input": "And?", "previous_response_id": begun["id"]}
         )
-        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        assert refused.status_code == 400
+        assert "status in_progress" in refused.text
         gate.set()
         await settled(world.streams)
         assert (await get(world, url)).json()["status"] == "completed"
@@ -231,6 +232,57 @@ def test_another_key_finds_nothing() -> None:
         assert (await world.client.get(url, headers=ANN)).status_code == 200
 
     in_world(steps, script, ServerOptions(api_keys=KEYS))
+
+
+def test_two_places_to_continue_are_400() -> None:
+    async def steps(world: World) -> None:
+        begun = await post(world)
+        await settled(world.streams)
+        refused = await world.client.get(
+            f"{RESPONSES}/{begun['id']}?stream=true&starting_after=1",
+            headers={"last-event-id": "1"},
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "starting_after"
+
+    in_world(steps)
+
+
+def test_a_conversation_is_not_in_the_background() -> None:
+    """The name would be that of a stream which has ended at once."""
+
+    async def steps(world: World) -> None:
+        refused = await world.client.post(RESPONSES, json=BODY, headers={"x-conversation-id": "c"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "x-conversation-id"
+        assert not world.streams.num_streams
+        assert not world.engine.submitted
+
+    in_world(steps)
+
+
+def test_one_that_finds_no_place_leaves_nothing_open() -> None:
+    """Both pass the first check of the room; the second has submitted its request by then."""
+    script = Script(gate=Steps())  # type: ignore[arg-type]
+    options = ServerOptions(kept_streams=KeptStreamOptions(streams_per_key=1))
+
+    async def steps(world: World) -> None:
+        answers = await asyncio.gather(*(world.client.post(RESPONSES, json=BODY) for _ in range(2)))
+        assert sorted(answer.status_code for answer in answers) == [200, 429]
+        await asyncio.sleep(0)
+        assert len(world.engine.open_streams) == 1
+
+    in_world(steps, script, options)
+
+
+def test_the_operators_default_time_is_for_clients_that_wait() -> None:
+    async def steps(world: World) -> None:
+        for fields in ({}, {"background": False}, {"timeout_s": 7}):
+            await post(world, **fields)
+        await settled(world.streams)
+        assert [item.deadline_s for item in world.engine.submitted] == [None, 5, 7]
+
+    in_world(steps, options=ServerOptions(deadlines=Deadlines(default_s=5)))
 
 
 @pytest.mark.parametrize(

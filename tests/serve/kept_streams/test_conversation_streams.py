@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import weakref
 from typing import Any
 
@@ -320,3 +321,63 @@ def test_an_ended_stream_is_forgotten() -> None:
         assert (await world.call("GET", STREAM)).status_code == 404
 
     in_world(steps, options=options)
+
+
+def test_requests_of_a_conversation_that_come_together_leave_one_stream() -> None:
+    """Both end the earlier one; the first of them is ended by the other."""
+
+    async def steps(world: World) -> None:
+        calls = [asyncio.create_task(cut_call(world.app, "POST", CHAT, BODY, ID))]
+        while world.engine.num_steps < 2:
+            await asyncio.sleep(0)
+        calls += [asyncio.create_task(cut_call(world.app, "POST", CHAT, BODY, ID)) for _ in "ab"]
+        for _ in range(1000):  # turns of the loop, until both have begun
+            await asyncio.sleep(0)
+        assert len(world.streams.of_owner("")) == len(world.engine.open_streams) == 1
+        assert (await world.call("DELETE", STREAM)).status_code == 204
+        assert not world.engine.open_streams
+        await asyncio.gather(*calls)
+
+    in_world(steps, Script(endless=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_event"),
+    [
+        (CHAT, BODY, True),
+        ("/api/chat", {"model": "fake", "messages": MESSAGES}, False),
+        (CHAT, {"messages": MESSAGES}, None),
+    ],
+)
+def test_a_stream_that_is_ended_says_so(
+    path: str, body: dict[str, Any], is_event: bool | None
+) -> None:
+    async def steps(world: World) -> None:
+        reader = asyncio.create_task(cut_call(world.app, "POST", path, body, ID))
+        while world.engine.num_steps < 2:
+            await asyncio.sleep(0)
+        await world.call("DELETE", STREAM)
+        found = await reader
+        if is_event is None:  # nothing was sent yet
+            assert found.status == 409
+            return
+        *_, last = found.body.rstrip(b"\n").split(b"\n")
+        assert last.startswith(b"data: ") == is_event
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert "cancelled" in (error["message"] if is_event else error)
+
+    in_world(steps, Script(endless=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/apply-template", {"messages": MESSAGES})]
+)
+def test_other_routes_report_the_headers_that_they_ignore(path: str, body: dict[str, Any]) -> None:
+    async def steps(world: World) -> None:
+        headers = {**ID, "idempotency-key": "k"}
+        answer = await world.client.post(path, json=body, headers=headers)
+        ignored = answer.headers["x-quickstep-ignored"].split(", ")
+        assert {"x-conversation-id", "idempotency-key"} <= set(ignored)
+        assert not world.streams.num_streams
+
+    in_world(steps)

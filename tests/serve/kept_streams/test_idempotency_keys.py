@@ -206,3 +206,25 @@ def test_it_counts_once_for_the_limits_of_its_key(header: str) -> None:
         assert len(world.engine.submitted) == 1
 
     in_world(steps, options=ServerOptions(api_keys=limited))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/invocations", BODY),
+        ("/api/embed", {"model": "fake", "input": "a"}),
+    ],
+)
+def test_answers_in_one_piece_are_repeated_too(path: str, body: dict[str, Any]) -> None:
+    async def steps(world: World) -> None:
+        first, again = [await world.client.post(path, json=body, headers=KEY) for _ in "ab"]
+        assert first.status_code == 200
+        num_submitted = len(world.engine.submitted)
+        assert again.content == first.content
+        assert again.headers["idempotent-replayed"] == "true"
+        assert len(world.engine.submitted) == num_submitted
+
+    in_world(steps)

@@ -43,13 +43,12 @@ from quickstep.server.generate.generation import (
 from quickstep.server.generate.timings import TIMINGS_HEADER
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import CLIENT_CLOSED, json_response
-from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
+from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream, close_response
 from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.http.work_lanes import INLINE_BYTES
 from quickstep.server.kept_streams.kept_request import (
+    CONVERSATION_HEADER,
     RESPONSE_NAME,
-    kept_response,
-    requested_names,
     without_client,
 )
 from quickstep.server.kept_streams.kept_stream import KeptResponse, StreamName
@@ -122,13 +121,6 @@ class GeneratingRoute:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
-        server = self._models.server
-        names = requested_names(request)
-        if not names:
-            return await self._answer(request)
-        return await kept_response(server.kept_streams, request, names, self._answer)
-
-    async def _answer(self, request: Request) -> Response:
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
         server = self._models.server
@@ -188,6 +180,7 @@ class GeneratingRoute:
             answer = await unless_disconnected(
                 request.receive,
                 self._open(parsed, model, caller, len(body), request.headers, chain),
+                close=_Answer.close,
             )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
@@ -203,6 +196,11 @@ class GeneratingRoute:
     ) -> Response:
         """The stream of a response that continues without its client, or its present state."""
         streams, caller = model.server.kept_streams, caller_of(request)
+        if CONVERSATION_HEADER in request.headers:
+            raise RequestError(
+                "a response in the background is found by its own id; leave out X-Conversation-Id",
+                param=CONVERSATION_HEADER,
+            )
         streams.check_room(caller)
         num_bytes = len(body_of(request))
         answer = await self._open(parsed, model, caller, num_bytes, request.headers, chain)
@@ -211,13 +209,17 @@ class GeneratingRoute:
         assert isinstance(writer, BackgroundWriter), "the API allows it"
         frames = _frames(answer, answer.generation.deltas(), request.scope["state"])
         response = EventStream(frames, answer.close, parsed.stream_type)
-        stream = streams.start(
-            (StreamName(caller, RESPONSE_NAME, writer.response_id),),
-            without_client(request.scope, response),
-            request.scope["state"],
-            source=writer,
-            cancelled=writer.cancellation,
-        )
+        try:
+            stream = streams.start(
+                (StreamName(caller, RESPONSE_NAME, writer.response_id),),
+                without_client(request.scope, response),
+                request.scope["state"],
+                source=writer,
+                cancelled=writer.cancellation,
+            )
+        except RequestError:  # another request has taken the last place
+            await answer.close()
+            raise
         stream.begin(response.status_code, response.raw_headers)
         return KeptResponse(stream) if parsed.stream else json_response(writer.snapshot())
 
@@ -244,7 +246,9 @@ class GeneratingRoute:
         bill = Bill(server.limiter, reservation, caller, price or Price())
         try:
             return await unless_disconnected(
-                request.receive, forward(body, chain, bill, request.scope["state"])
+                request.receive,
+                forward(body, chain, bill, request.scope["state"]),
+                close=close_response,
             )
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
@@ -312,7 +316,7 @@ class GeneratingRoute:
             raise RequestError("background is not supported in a batch", param="background")
         timeout_s = request.timeout_s
         # the operator's default is for clients that wait
-        if timeout_s is not None or not in_batch:
+        if timeout_s is not None or not (in_batch or parsed.in_background):
             timeout_s = model.server.deadlines.of(timeout_s)
         owned = structs.replace(
             request,

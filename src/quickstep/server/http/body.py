@@ -55,6 +55,7 @@ class BodyRoom:
         self._weight = weight
         self._has_key = has_key
         self._num_bytes = 0
+        self._is_kept = False
 
     def reserve(self, num_bytes: int) -> None:
         """Have room for at least so many bytes. Raises ServerBusy."""
@@ -74,6 +75,15 @@ class BodyRoom:
                 "operator raise --max-reception-bytes"
             ) from None
         self._num_bytes = num_bytes
+
+    def keep(self) -> None:
+        """Have the room until `release`, also after the response."""
+        self._is_kept = True
+
+    def leave(self) -> None:
+        """The response has ended: give the room back, unless it is kept."""
+        if not self._is_kept:
+            self.release()
 
     def release(self) -> None:
         """Give all of it back. Idempotent."""
@@ -192,23 +202,31 @@ def body_parsed(request: Request) -> None:
 
 
 async def unless_disconnected(
-    receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _Result]
+    receive: Callable[[], Awaitable[Any]],
+    work: Coroutine[Any, Any, _Result],
+    close: Callable[[_Result], Awaitable[None]] | None = None,
 ) -> _Result:
     """Run `work`; cancel it and raise ClientDisconnect if the client disconnects first.
 
-    The body has to be read already: the next message that `receive` gives is the disconnect.
+    The body has to be read already: the next message that `receive` gives is the disconnect. A
+    result that comes as this is cancelled reaches nobody: it is passed to `close`.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
+        if not working.done():
+            raise ClientDisconnect
+        watching.cancel()
+        await asyncio.wait({watching})
+    except BaseException:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+        if close is not None and not working.cancelled() and working.exception() is None:
+            await close(working.result())
+        raise
+    return working.result()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

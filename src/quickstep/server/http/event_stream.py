@@ -55,6 +55,10 @@ class EventStream(Response):
         self._frames = frames
         self._close = close
 
+    async def close(self) -> None:
+        """End what makes the frames."""
+        await self._close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until its end or until the client disconnects."""
         connections = scope.get("state", {}).get("connections") or ConnectionOptions()
@@ -84,6 +88,12 @@ class EventStream(Response):
         finally:
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
+
+
+async def close_response(response: Response) -> None:
+    """Close a response that is not sent, so that nothing is generated for it."""
+    if isinstance(response, EventStream):
+        await response.close()
 
 
 class _PacedSend:

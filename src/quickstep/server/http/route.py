@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from quickstep.errors import RequestError
 from quickstep.server.http.body import Reception, check_json, read_body, unless_disconnected
 from quickstep.server.http.errors import CLIENT_CLOSED, ErrorShape, openai_shape
-from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
+from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, close_response
 from quickstep.server.http.work_lanes import INLINE_BYTES, WorkLanes
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.api_keys import ApiKeys
@@ -61,6 +61,8 @@ class ApiRoute(msgspec.Struct, frozen=True):
         requests: Instead of `request`, the schemas of which the body matches one.
         open_paths: Values of `path` that are answered without an API key, byte for byte.
         status: Of a good response; 204 has no content.
+        is_repeatable: Honours the headers that name a request whose client may come back
+            (`kept_streams.kept_request`).
     """
 
     method: str
@@ -84,6 +86,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
     stream_type: str = SERVER_SENT_EVENTS
     open_paths: tuple[str, ...] = ()
     status: int = 200
+    is_repeatable: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -143,10 +146,9 @@ class BodyRules(msgspec.Struct, frozen=True):
 
 
 def with_checked_body(
-    route: ApiRoute, rules: BodyRules, lanes: WorkLanes, reception: Reception
+    route: ApiRoute, endpoint: Endpoint, rules: BodyRules, lanes: WorkLanes, reception: Reception
 ) -> Endpoint:
-    """The route's endpoint after the checks; unchanged if the route takes no JSON."""
-    endpoint = route.endpoint
+    """`endpoint` after the checks of the body; unchanged if the route takes no JSON."""
     if route.request is None and not route.requests:
         return endpoint
 
@@ -160,14 +162,16 @@ def with_checked_body(
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         finally:
-            room.release()
+            room.leave()
 
     async def answer_to(request: Request, body: bytes) -> Response:
         if len(body) <= INLINE_BYTES:
             check_json(body, rules.limits)
             return await endpoint(request)
         # work of a client that has left ends, which for a large body is much
-        return await unless_disconnected(request.receive, checked(request, body))
+        return await unless_disconnected(
+            request.receive, checked(request, body), close=close_response
+        )
 
     async def checked(request: Request, body: bytes) -> Response:
         of_key = lanes.of(request.scope["state"]["api_key_name"])

@@ -19,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import Scope, Send
 
 from quickstep.errors import RequestError
-from quickstep.server.http.body import body_of, unless_disconnected
+from quickstep.server.http.body import BodyRoom, body_of, unless_disconnected
 from quickstep.server.http.errors import CLIENT_CLOSED
-from quickstep.server.http.middleware import key_name
+from quickstep.server.http.middleware import key_name, report_ignored
+from quickstep.server.http.route import ApiRoute, Endpoint
 from quickstep.server.kept_streams.kept_stream import (
     KeptResponse,
     KeptStream,
@@ -40,6 +41,7 @@ _KINDS = {
     CONVERSATION_HEADER.encode(): CONVERSATION_NAME,
     IDEMPOTENCY_HEADER.encode(): IDEMPOTENCY_NAME,
 }
+_HEADERS = (CONVERSATION_HEADER, IDEMPOTENCY_HEADER)
 LAST_EVENT_HEADER = "last-event-id"
 _NUMBER_CHARS = 18
 _NAME_CHARS = 255  # Stripe's
@@ -73,6 +75,21 @@ def checked_name(source: str, text: str) -> str:
     return text
 
 
+def with_repeats(route: ApiRoute, streams: KeptStreams) -> Endpoint:
+    """The route's endpoint, which honours these headers or reports that it ignores them."""
+    if route.method != "POST":
+        return route.endpoint
+
+    async def answer(request: Request) -> Response:
+        names = requested_names(request)
+        if names and route.is_repeatable:
+            return await kept_response(streams, request, names, route.endpoint)
+        report_ignored(request, [header for header in _HEADERS if header in request.headers])
+        return await route.endpoint(request)
+
+    return answer
+
+
 async def kept_response(
     streams: KeptStreams,
     request: Request,
@@ -82,22 +99,21 @@ async def kept_response(
     """The response to a request, or to the earlier one that it repeats. Raises what `answer`
     raises.
     """
-    digest = _digest(request)
-    stream = _repeated(streams, names, digest)
-    is_repeat = stream is not None
-    if stream is None:
-        for name in names:
-            earlier = streams.find(*name)
-            if earlier is not None:
-                await streams.cancel(earlier)
-                streams.forget(earlier)
-        # the same request may have come while an earlier one was cancelled
-        stream = _repeated(streams, names, digest)
-        is_repeat = stream is not None
-    if stream is None:
-        run = partial(_run, request.scope, answer)
-        stream = streams.start(names, run, request.scope["state"], digest)
-    return await followed(request, stream, is_repeat=is_repeat)
+    digest = _digest(request, names)
+    # others with these names may come while an earlier one is cancelled
+    while (repeated := _repeated(streams, names, digest)) is None:
+        earlier = next(filter(None, (streams.find(*name) for name in names)), None)
+        if earlier is None:
+            break
+        await streams.cancel(earlier)
+        streams.forget(earlier)
+    if repeated is not None:
+        return await followed(request, repeated, is_repeat=True)
+    run = partial(_run, request.scope, answer)
+    stream = streams.start(names, run, request.scope["state"], digest)
+    room: BodyRoom = request.scope["state"]["body_room"]
+    room.keep()  # until `_run` ends, which the client does not wait for
+    return await followed(request, stream)
 
 
 async def followed(
@@ -116,7 +132,10 @@ async def followed(
     return KeptResponse(stream, offset(), is_repeat)
 
 
-def _digest(request: Request) -> str:
+def _digest(request: Request, names: tuple[StreamName, ...]) -> str:
+    """Of the route and the body; "" for a request that is never compared with another."""
+    if all(name.kind != IDEMPOTENCY_NAME for name in names):
+        return ""
     path: str = request.scope["path"]
     return sha256(path.encode() + b"\n" + body_of(request)).hexdigest()
 
@@ -158,7 +177,11 @@ def without_client(scope: Scope, response: Response) -> StreamRun:
 
 
 async def _run(scope: Scope, answer: Callable[[Request], Awaitable[Response]], send: Send) -> None:
-    response = await answer(Request(scope, never, send))
+    room: BodyRoom = scope["state"]["body_room"]
+    try:
+        response = await answer(Request(scope, never, send))
+    finally:
+        room.release()
     await response(scope, never, send)
 
 
@@ -166,8 +189,13 @@ def offset_of(request: Request, stream: KeptStream, after: int | None = None) ->
     """Where a reader continues: after the event with this number, or with the one that the header
     `Last-Event-ID` names. Raises RequestError.
     """
+    text = request.headers.get(LAST_EVENT_HEADER)
+    if after is not None and text is not None:
+        raise RequestError(
+            "starting_after and the header Last-Event-ID are given; send one of them",
+            param="starting_after",
+        )
     if after is None:
-        text = request.headers.get(LAST_EVENT_HEADER)
         if text is None:
             return stream.checked_offset(0)
         if not text.isdecimal() or len(text) > _NUMBER_CHARS:

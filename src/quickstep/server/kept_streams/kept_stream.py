@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
@@ -28,14 +28,16 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quickstep.errors import RequestError
+from quickstep.json_line import json_line
 from quickstep.server.http.body import unless_disconnected
 from quickstep.server.http.errors import error_body
-from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, data_frame
+from quickstep.server.http.event_stream import NDJSON, SERVER_SENT_EVENTS, data_frame
 from quickstep.server.options import KeptStreamOptions
 
 _LOG = logging.getLogger("quickstep.server")
 _STREAM_BYTES = 1024  # of the objects of one stream, in addition to its content
 _BLANK_LINE = b"\n\n"
+_CANCELLED = "the request was cancelled"
 _REPORTED = ("ignored", "fallback")  # in headers of the middleware
 
 StreamRun = Callable[[Send], Awaitable[None]]
@@ -93,7 +95,7 @@ class KeptStream:
         self._events: list[int] = []  # the number of the last event up to each chunk, from -1
         self._waiting: list[asyncio.Future[None]] = []
         self._readers: dict[object, int] = {}  # the offset of each
-        self._behind: asyncio.Future[None] | None = None
+        self._writers: list[asyncio.Future[None]] = []  # wait for readers
 
     @property
     def owner(self) -> str:
@@ -124,13 +126,23 @@ class KeptStream:
         if not chunk:
             return
         if self._has_events and not chunk.startswith(b":"):
-            chunk = b"id: %d\n%b" % (self.num_events, chunk)
+            if not chunk.startswith(b"id: "):  # it has one if it comes from another kept stream
+                chunk = b"id: %d\n%b" % (self.num_events, chunk)
             self.num_events += 1
         self._chunks.append(chunk)
         self._starts.append(self.num_bytes)
         self._events.append(self.num_events - 1)
         self.num_bytes += len(chunk)
         self._wake()
+
+    def cancellation(self) -> Iterator[bytes]:
+        """The last event, or line, of a stream that is cancelled."""
+        content = error_body(_CANCELLED, 409)
+        content_type = dict(self.headers).get(b"content-type", b"")
+        if self._has_events:
+            yield data_frame(content)
+        elif content_type.startswith(NDJSON.encode()):
+            yield json_line({"error": _CANCELLED}) + b"\n"
 
     def end(self, error: Exception | None = None) -> None:
         """No more is written; `error` is why the response never began."""
@@ -189,8 +201,9 @@ class KeptStream:
         slowly is cut, which ends its reader (`http.protocol`).
         """
         while any(self.num_bytes - offset > num_bytes for offset in self._readers.values()):
-            self._behind = asyncio.get_running_loop().create_future()
-            await self._behind
+            moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._writers.append(moved)
+            await moved
 
     async def read(self, offset: int) -> AsyncGenerator[bytes, None]:
         """The bytes from an offset to the end of the response, as they are written. A reader whose
@@ -219,8 +232,8 @@ class KeptStream:
             self._moved()
 
     def _moved(self) -> None:
-        if self._behind is not None and not self._behind.done():
-            self._behind.set_result(None)
+        writers, self._writers = self._writers, []
+        _resolve(writers)
 
     async def _change(self) -> None:
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -229,9 +242,13 @@ class KeptStream:
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        _resolve(waiting)
+
+
+def _resolve(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 class KeptResponse(Response):
@@ -317,12 +334,12 @@ class KeptStreams:
         state: Mapping[str, Any],
         digest: str = "",
         source: object = None,
-        cancelled: Callable[[], Iterable[bytes]] = tuple,
+        cancelled: Callable[[], Iterable[bytes]] | None = None,
     ) -> KeptStream:
         """Run a response, which sends its messages to the stream, in a task of its own.
 
-        `cancelled` gives the last events of one that is cancelled. A stream that has one of the
-        names loses it; `cancel` it first. Raises RequestError 429.
+        `cancelled` gives the last events of one that is cancelled, an error if None. A stream that
+        has one of the names loses it; `cancel` it first. Raises RequestError 429.
         """
         stream = KeptStream(names, state, digest)
         stream.source = source
@@ -335,7 +352,9 @@ class KeptStreams:
         for name in names:
             self._by_name[name] = stream
         self._count(stream, _STREAM_BYTES)
-        self._tasks[stream] = asyncio.create_task(self._run(stream, run, cancelled))
+        self._tasks[stream] = asyncio.create_task(
+            self._run(stream, run, cancelled or stream.cancellation)
+        )
         return stream
 
     async def cancel(self, stream: KeptStream) -> None:
@@ -388,10 +407,10 @@ class KeptStreams:
             await run(send)
         except asyncio.CancelledError:
             stream.has_failed = True
+            if stream.status is None:
+                error = RequestError(_CANCELLED, status=409)
             for frame in cancelled():
                 self._append(stream, frame)
-            if stream.status is None:
-                error = RequestError("the request was cancelled", status=409)
         except Exception as raised:  # the task's top: the request that began it raises it
             error = raised
             if stream.status is not None:

@@ -333,6 +333,7 @@ def llama_cpp_routes(models: ModelRegistry, observers: Observers) -> list[ApiRou
             "/completion",
             completion.answer,
             "Text that continues a prompt, in the format of llama.cpp.",
+            is_repeatable=True,
             request=LlamaCompletionRequest,
             # `response_fields` may leave out any field
             response=LlamaCompletion

@@ -145,18 +145,21 @@ class ResponseStore:
         """A response begins that its client will look for: if the server ends before it, the next
         one has it as failed.
         """
-        if self._file is not None:
-            self._file.put(caller, stored.response.id, int(self._clock()), _content(stored))
+        self.put(caller, stored)
 
     def put(self, caller: str, stored: StoredResponse) -> None:
-        """Store a response, unless it alone is larger than `max_bytes`."""
+        """Store a response in the place of the earlier one with its id, unless it is larger than
+        `max_bytes`.
+        """
         content = _content(stored)
-        if len(content) > self._max_bytes:
-            if self._file is not None:
-                self._file.delete(caller, stored.response.id)
-            return
         now, key = self._clock(), (caller, stored.response.id)
         with self._lock:
+            if key in self._stored:
+                self._forget(key)
+            if len(content) > self._max_bytes:
+                if self._file is not None:
+                    self._file.delete(*key)
+                return
             if self._file is not None:
                 self._file.put(*key, int(now), content)
             self._insert(key, _Entry(stored, len(content), now))
@@ -218,11 +221,15 @@ class ResponseStore:
         self._drop(next(key for key in self._stored if key[0] == caller))
 
     def _drop(self, key: tuple[str, str]) -> None:
+        self._forget(key)
+        if self._file is not None:
+            self._file.delete(*key)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        """Have it no longer in memory."""
         self._num_bytes[key[0]] -= self._stored.pop(key).num_bytes
         if not self._num_bytes[key[0]]:
             del self._num_bytes[key[0]]
-        if self._file is not None:
-            self._file.delete(*key)
 
 
 def _content(stored: StoredResponse) -> bytes:
@@ -305,9 +312,8 @@ class StoredResponses:
         return self._streams.find(caller_of(request), RESPONSE_NAME, response_id)
 
     def _response(self, request: Request) -> ResponseObject:
-        stored = self._store.get(caller_of(request), request.path_params["response_id"])
         stream = self._stream(request)
-        if stored is None and stream is not None and isinstance(stream.source, BackgroundWriter):
+        if stream is not None and isinstance(stream.source, BackgroundWriter):
             snapshot = stream.source.snapshot()
             assert isinstance(snapshot, ResponseObject), "only this API has responses"
             return snapshot
