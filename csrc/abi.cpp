@@ -61,7 +61,7 @@ int check_kv_write(const qs_kv_write& call) {
   return QS_OK;
 }
 
-bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias) {
+void set_linear_layout(qs_linear* linear, int dtype, int64_t n, int64_t k, bool has_bias) {
   PackedLinear& packed = linear->packed;
   const int64_t pair = dtype == QS_BF16 ? 2 : 1;
   packed.dtype = dtype;
@@ -70,10 +70,15 @@ bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const v
   packed.num_panels = (n + kPanel - 1) / kPanel;
   packed.panel_size = (k + pair - 1) / pair * pair * kPanel;
   linear->weight_bytes = packed.num_panels * packed.panel_size * element_bytes(dtype);
+  linear->bias_bytes = has_bias ? packed.num_panels * kPanel * sizeof(float) : 0;
+}
+
+bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias) {
+  set_linear_layout(linear, dtype, n, k, bias != nullptr);
+  PackedLinear& packed = linear->packed;
   packed.weights = weight_alloc(linear->weight_bytes);
   if (packed.weights == nullptr) return false;
   if (bias == nullptr) return true;
-  linear->bias_bytes = packed.num_panels * kPanel * sizeof(float);
   packed.bias = static_cast<float*>(weight_alloc(linear->bias_bytes));
   if (packed.bias == nullptr) return false;
   for (int64_t i = 0; i < n; ++i) packed.bias[i] = to_float(dtype, bias, i);

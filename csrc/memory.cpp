@@ -9,7 +9,7 @@
 namespace qs {
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = kPageBytes;
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr int kInterleave = 3;  // MPOL_INTERLEAVE of the kernel's mempolicy.h
 constexpr unsigned long kMaxNode = 65;  // one more than the bits of the mask, as mbind reads it

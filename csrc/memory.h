@@ -7,6 +7,8 @@
 
 namespace qs {
 
+constexpr int64_t kPageBytes = 4096;
+
 // Zeroed; null when the system has no more.
 void* weight_alloc(size_t bytes);
 // Untouched pages of it come from these NUMA nodes in turn, a bit each; fewer than two: no matter.

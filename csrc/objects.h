@@ -46,6 +46,8 @@ namespace qs {
 
 inline int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : dtype == QS_I8 ? 1 : 2; }
 
+// The layout of a weight of `dtype`, without memory.
+void set_linear_layout(qs_linear* linear, int dtype, int64_t n, int64_t k, bool has_bias);
 // The layout of a weight of `dtype` and its memory, and its bias widened. False when memory lacks.
 bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias);
 

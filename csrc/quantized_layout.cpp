@@ -58,10 +58,15 @@ PackedQuantized quantized_layout(const QuantizedForm& form) {
   return packed;
 }
 
-bool allocate_quantized(qs_quantized* linear, bool has_bias) {
-  PackedQuantized& packed = linear->packed;
+void set_quantized_sizes(qs_quantized* linear) {
+  const PackedQuantized& packed = linear->packed;
   linear->weight_bytes = packed.num_panels * packed.panel_bytes;
   linear->scale_bytes = packed.num_panels * kQuantizedPanel * sizeof(float);
+}
+
+bool allocate_quantized(qs_quantized* linear, bool has_bias) {
+  set_quantized_sizes(linear);
+  PackedQuantized& packed = linear->packed;
   packed.weights = weight_alloc(linear->weight_bytes);
   bool whole = packed.weights != nullptr;
   const auto floats = [&](bool wanted) {

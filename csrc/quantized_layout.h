@@ -22,6 +22,8 @@ bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros);
 bool fits_half(float value);
 // Without memory.
 PackedQuantized quantized_layout(const QuantizedForm& form);
+// The bytes of the parts of `linear->packed`, whose layout is set.
+void set_quantized_sizes(qs_quantized* linear);
 // Memory for `linear->packed`, whose layout is set. False when memory is lacking.
 bool allocate_quantized(qs_quantized* linear, bool has_bias);
 

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 18
+#define QS_ABI_VERSION 19
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -198,6 +198,34 @@ QS_API int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, c
                           qs_linear** out);
 QS_API int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix,
                              qs_quantized_form* form, qs_quantized** out);
+
+// A packed weight as a file has it, which decides the bytes of its parts.
+typedef struct qs_packed_form {
+  int32_t bits;   // 4 or 8; 0 for one of `dtype`
+  int32_t dtype;  // of 0 bits
+  int64_t n, k;
+  int64_t group_size;  // of quants; k for one scale per output
+  int16_t has_bias;
+  int16_t has_zeros, half_scales, has_sub_scales;  // of quants
+} qs_packed_form;
+#define QS_PACKED_PARTS 4
+typedef struct qs_packed_parts {
+  const void* memory[QS_PACKED_PARTS];  // weights, scales, zeros, bias; null for none
+  int64_t bytes[QS_PACKED_PARTS];
+} qs_packed_parts;
+
+QS_API void qs_linear_parts(const qs_linear* linear, qs_packed_form* form, qs_packed_parts* parts);
+QS_API void qs_quantized_parts(const qs_quantized* linear, qs_packed_form* form,
+                               qs_packed_parts* parts);
+// The weight whose parts a file has one after another, each from a page on, from `offset` on. They
+// are mapped, for reading only: the file must keep its bytes, though not its name. A context on
+// several NUMA nodes reads them instead. QS_INVALID too where pages are not of 4096 bytes.
+QS_API int qs_linear_map(qs_context* context, const qs_packed_form* form, int fd, int64_t offset,
+                         qs_linear** out);
+QS_API int qs_quantized_map(qs_context* context, const qs_packed_form* form, int fd,
+                            int64_t offset, qs_quantized** out);
+// Of all bytes of the parts, on all threads.
+QS_API uint64_t qs_parts_checksum(qs_context* context, const qs_packed_parts* parts);
 
 // out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
 QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,

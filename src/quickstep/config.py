@@ -594,6 +594,18 @@ class LoadConfig(msgspec.Struct, frozen=True):
         ),
     ] = 1
 
+    packed_cache_bytes: Annotated[
+        int,
+        Option(
+            "most bytes of packed weights in the cache directory, from where a later start of the "
+            "same model on a CPU maps them, such as 20G; what was used least recently is removed; "
+            "0 keeps none",
+            Kind.BYTES,
+            default_text="16G",
+            bounds=AllowedRange(0),
+        ),
+    ] = 16 << 30
+
     @property
     def num_ranks(self) -> int:
         """Processes that have parts of the model."""

@@ -17,8 +17,8 @@ OWN: Mapping[str, str] = MappingProxyType(
         "the flags; commands that talk to a server send it",
         "QUICKSTEP_ENGINE_TOKEN": "the token of `quickstep engine` and of `quickstep serve "
         "--engines`, if there is no `--engine-token-file`",
-        "QUICKSTEP_CACHE_DIR": "where step times and checks of GPUs are stored; empty stores "
-        "nothing. Default: `$XDG_CACHE_HOME/quickstep`, or `~/.cache/quickstep`",
+        "QUICKSTEP_CACHE_DIR": "where step times, packed weights and checks of GPUs are stored; "
+        "empty stores nothing. Default: `$XDG_CACHE_HOME/quickstep`, or `~/.cache/quickstep`",
         "XDG_CACHE_HOME": "the folder of caches, if `QUICKSTEP_CACHE_DIR` is not set",
         "QUICKSTEP_CPU_ISA": "the instruction set of the native kernels, one that `quickstep "
         "doctor` lists",

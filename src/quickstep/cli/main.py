@@ -39,6 +39,7 @@ COMMANDS = (
     "verify",
     "doctor",
     "bench",
+    "cache",
     "plan",
     "simulate",
     "replay",

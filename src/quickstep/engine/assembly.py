@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.engine import Engine
+    from quickstep.engine.packed_weights.loading import PackedLoading
     from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.model.checkpoint.source import Checkpoint
@@ -594,8 +595,14 @@ def _load_planned(
     checkpoint, spec, ops = planned.checkpoint, planned.spec, planned.ops
     if processes is not None:
         ops = processes.start(config, plan, spec, ops)
-    sizes = plan.max_model_len, not planned.why_torch, *_own_part(processes)
+    part = _own_part(processes)
+    packed = _packed_loading(config, planned, ops, part)
+    if packed is not None:
+        ops = replace(ops, load_linear=packed.load_linear)
+    sizes = plan.max_model_len, not planned.why_torch, *part
     model = load_model(checkpoint, spec, ops, config.load, progress, *sizes)
+    if packed is not None:
+        packed.finish()
     if not model.exact:
         _LOGGER.warning(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
@@ -606,6 +613,21 @@ def _load_planned(
     if is_narrower and config.load.pipeline_parallel_size == 1:
         _warn_of_kv(model, config.cache.kv_dtype)
     return model
+
+
+def _packed_loading(
+    config: EngineConfig, planned: _Planned, ops: OpTable, part: tuple[Shard, Stage]
+) -> PackedLoading | None:
+    """Matrices from the cache directory; None where they are not kept there."""
+    if not planned.spec.native or planned.spec.encoder is not None:
+        return None
+    from quickstep.engine.packed_weights.loading import PackedLoading
+
+    shard, stage = part
+    text = ""
+    if config.load.num_ranks > 1:
+        text = f"rank {shard.rank} of {shard.size}, stage {stage.number} of {stage.size}"
+    return PackedLoading.open(config.load, planned.checkpoint, planned.dtype, ops, text)
 
 
 def _base_biases(model: Model, processes: ModelProcesses | None) -> Mapping[int, Array]:

@@ -112,6 +112,7 @@ class LLMOptions(TypedDict, total=False):
     pin_threads: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    packed_cache_bytes: int
     block_size: int
     num_blocks: int | None
     num_gpu_blocks_override: int | None

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from quickstep.ops.native.steps import NativeSteps
     from quickstep.ops.tensors import AnyTensor, DType, TensorT
-    from quickstep.ops.weights import HeadWeight, LinearWeight, QuantizedWeight, StoredMatrix
+    from quickstep.ops.weights import (
+        HeadWeight,
+        LinearWeight,
+        PackedForm,
+        QuantizedWeight,
+        StoredMatrix,
+    )
 
 
 class AttentionWork(msgspec.Struct, frozen=True):
@@ -469,6 +475,30 @@ class LoadLinearOp(Protocol):
     def __call__(self, matrix: StoredMatrix, bias: AnyTensor | None, /) -> LinearWeight: ...
 
 
+class PackedFiles(Protocol):
+    """Packed weights as parts of files, so that a later start maps what an earlier one packed."""
+
+    @property
+    def layout(self) -> str:
+        """Names what decides the bytes: equal weights have equal bytes in equal layouts."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Each part begins at a multiple of it in the file."""
+
+    def form(self, weight: LinearWeight, /) -> PackedForm:
+        """How a weight is packed, and its checksum."""
+
+    def parts(self, weight: LinearWeight, /) -> list[memoryview]:
+        """The bytes of its parts, which are there as long as the weight."""
+
+    def map(self, form: PackedForm, file: int, offset: int, /) -> LinearWeight | None:
+        """The weight whose parts are in an open file from `offset` on, one after another; None if
+        it cannot be mapped, or its bytes have another checksum. The file must keep its bytes as
+        long as the weight is used.
+        """
+
+
 class LinearOp(Protocol):
     """x [T, C] -> [T, N] in x's dtype; fp32 accumulation in one order."""
 
@@ -832,6 +862,7 @@ class OpTable(msgspec.Struct, frozen=True):
         gate, short_conv, gated_delta, mamba: None where `ops.reference.states` computes them.
         layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
         adapter_table: None where adapters cannot be recorded.
+        packed_files: None where packed weights are not kept in files.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         latent: None where there are no kernels of attention over latents.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
@@ -858,6 +889,7 @@ class OpTable(msgspec.Struct, frozen=True):
     samples_on_device: bool = False
     kernel_s: Callable[[], float] | None = None
     load_linear: LoadLinearOp | None = None
+    packed_files: PackedFiles | None = None
     pack_experts: PackExpertsOp | None = None
     route: RouteOp | None = None
     experts: ExpertsOp | None = None

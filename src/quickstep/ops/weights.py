@@ -36,6 +36,29 @@ class LinearWeight(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an implementation has packed a weight [N, C], which decides the bytes of its parts.
+
+    Attributes:
+        bits: 4 or 8 of quantized values; 0 for numbers of `dtype`, by the implementation's number.
+        group_size: Inputs that share a scale; C for one scale per output.
+        part_bytes: Of weights, scales, zeros and bias, of those that there are.
+        checksum: Of all bytes, without a sign, in 64 bits.
+    """
+
+    bits: int
+    dtype: int
+    n: int
+    k: int
+    group_size: int
+    has_bias: int
+    has_zeros: int
+    half_scales: int
+    has_sub_scales: int
+    part_bytes: tuple[int, ...]
+    checksum: int
+
+
 class HeadWeight(msgspec.Struct, frozen=True):
     """A matrix [N, C] of each of H heads in the layout of the implementation that made it
     (`LatentOps.pack_heads`), the only reader of `data`. `num_outputs` N, `num_inputs` C.

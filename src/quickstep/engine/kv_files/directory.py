@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +23,7 @@ from quickstep.engine.kv_files.span_file import (
     read_header,
     write_span,
 )
+from quickstep.engine.private_directory import private_directory
 from quickstep.errors import ConfigError, EngineError
 from quickstep.version import __version__
 
@@ -64,17 +64,8 @@ class KVDirectory:
         """Make the directory if it is not there. Raises ConfigError if it cannot be used."""
         path = root / identity
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = path.stat()
-            if found.st_uid != os.getuid():
-                raise ConfigError(
-                    f"--kv-cache-dir is {root}, and {path} is of another user; give another one"
-                )
-            if stat.S_IMODE(found.st_mode) & 0o077:
-                raise ConfigError(
-                    f"--kv-cache-dir is {root}, and others may read {path}, which holds what "
-                    f"prompts can be computed from; run chmod 700 {path}"
-                )
+            content = "what prompts can be computed from"
+            private_directory(path, f"--kv-cache-dir is {root}", content)
             lock = _lock(path)
         except OSError as error:
             raise ConfigError(f"--kv-cache-dir is {root}, which cannot be used: {error}") from None

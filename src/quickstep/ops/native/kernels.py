@@ -25,6 +25,7 @@ from quickstep.ops.native.packed import (
     PackedWeight,
     kernel_dtype,
 )
+from quickstep.ops.native.packed_files import NativePackedFiles
 from quickstep.ops.native.states import NativeStates
 from quickstep.ops.table import LoRAMapping, OpTable
 from quickstep.ops.tensors import (
@@ -117,6 +118,7 @@ class NativeOps:
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
             load_linear=NativeLoading(self._library, self._context).load_linear,
+            packed_files=NativePackedFiles(self._library, self._context),
             move_kv=self._attention.move_kv,
             pack_experts=self._experts.pack,
             route=self._experts.route,

@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -466,6 +466,11 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_quantized_rows", _I, (_P, _P, _I, _P, _L, _P)),
     ("qs_linear_load", _I, (_P, _P, _P, POINTER(_P))),
     ("qs_quantized_load", _I, (_P, _P, _P, POINTER(_P))),
+    ("qs_linear_parts", None, (_P, _P, _P)),
+    ("qs_quantized_parts", None, (_P, _P, _P)),
+    ("qs_linear_map", _I, (_P, _P, _I, _L, POINTER(_P))),
+    ("qs_quantized_map", _I, (_P, _P, _I, _L, POINTER(_P))),
+    ("qs_parts_checksum", c_uint64, (_P, _P)),
     ("qs_embedding", _I, (_P, _P, _L, _P, _L, _L, _P)),
     ("qs_rms_norm", _I, (_P, _I, _P, _L, _L, _L, _L, _L, _P, _F, _F, _P)),
     ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),

@@ -64,6 +64,11 @@ def kv_kernel_dtype(dtype: DType | torch.dtype) -> int | None:
     return _KV_DTYPES.get(str(dtype))
 
 
+def plain_dtype(number: int) -> DType:
+    """The type of a `qs_dtype`."""
+    return _PLAIN[number]
+
+
 class PackedWeight:
     """Owns one `qs_linear`; its memory is freed with this object."""
 
@@ -203,7 +208,7 @@ class NativeQuantized:
             raise_for_status(status, "embedding")
 
 
-_UNREADABLE = 5  # qs_status of csrc/quickstep.h
+UNREADABLE = 5  # qs_status of csrc/quickstep.h
 _PLAIN = (FLOAT32, BFLOAT16, FLOAT16)  # by qs_rows_kind
 
 
@@ -415,7 +420,7 @@ def _address(tensor: HostTensor | None) -> int | None:
 
 def _raise_for_load(status: int, stored: StoredMatrix) -> None:
     """Turn a status other than QS_OK into the exception that names the file and its size."""
-    if status == _UNREADABLE:
+    if status == UNREADABLE:
         files = " or ".join(sorted({str(part.file) for part in stored.parts}))
         raise ConfigError(
             f"{files} ended within a tensor, or cannot be read; download the checkpoint again"

@@ -1,0 +1,121 @@
+"""Packed weights as parts of a file: their form and bytes, and weights that are mapped from one."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int16, c_int32, c_int64, c_void_p
+from functools import cache
+from hashlib import blake2b
+
+from quickstep.ops.native.library import library_path, raise_for_status
+from quickstep.ops.native.packed import UNREADABLE, PackedQuantized, PackedWeight, plain_dtype
+from quickstep.ops.weights import LinearWeight, PackedForm
+
+_PARTS = 4
+_PAGE_BYTES = 4096
+
+
+class _PackedForm(ctypes.Structure):
+    """`qs_packed_form` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("dtype", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("group_size", c_int64),
+        ("has_bias", c_int16),
+        ("has_zeros", c_int16),
+        ("half_scales", c_int16),
+        ("has_sub_scales", c_int16),
+    )
+
+
+class _Parts(ctypes.Structure):
+    """`qs_packed_parts` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (("memory", c_void_p * _PARTS), ("bytes", c_int64 * _PARTS))
+
+
+class NativePackedFiles:
+    """`OpTable.packed_files` of one `qs_context`, whose owner outlives this object."""
+
+    page_bytes = _PAGE_BYTES
+
+    def __init__(self, library: ctypes.CDLL, context: int) -> None:
+        self._context = context
+        self._library = library
+
+    @property
+    def layout(self) -> str:
+        """Names what decides the bytes of a form: the library's code and the level that runs."""
+        level: str = self._library.qs_context_isa(self._context).decode()
+        return f"{level}-{_library_digest()}"
+
+    def form(self, weight: LinearWeight) -> PackedForm:
+        """How a weight is packed, and its checksum."""
+        form, parts = self._form_and_parts(weight)
+        sizes = tuple(
+            size for memory, size in zip(parts.memory, parts.bytes, strict=True) if memory
+        )
+        return PackedForm(
+            bits=form.bits,
+            dtype=form.dtype,
+            n=form.n,
+            k=form.k,
+            group_size=form.group_size,
+            has_bias=form.has_bias,
+            has_zeros=form.has_zeros,
+            half_scales=form.half_scales,
+            has_sub_scales=form.has_sub_scales,
+            part_bytes=sizes,
+            checksum=self._checksum(parts),
+        )
+
+    def parts(self, weight: LinearWeight) -> list[memoryview]:
+        """The bytes of its parts, which are there as long as the weight."""
+        _, parts = self._form_and_parts(weight)
+        return [
+            memoryview((ctypes.c_char * size).from_address(memory)).cast("B")
+            for memory, size in zip(parts.memory, parts.bytes, strict=True)
+            if memory
+        ]
+
+    def map(self, form: PackedForm, file: int, offset: int) -> LinearWeight | None:
+        """The weight whose parts are in an open file from `offset` on, each from a page on; None if
+        it cannot be mapped, or its bytes have another checksum.
+        """
+        call = _PackedForm(*(getattr(form, name) for name, _ in _PackedForm._fields_))
+        handle = ctypes.c_void_p()
+        library = self._library
+        open_weight = library.qs_quantized_map if form.bits else library.qs_linear_map
+        status = open_weight(self._context, ctypes.byref(call), file, offset, ctypes.byref(handle))
+        if status == UNREADABLE:
+            return None
+        raise_for_status(status, f"mapping a {form.n} x {form.k} weight")
+        assert handle.value is not None
+        packed: PackedQuantized | PackedWeight
+        if form.bits:
+            packed = PackedQuantized(library, handle.value)
+        else:
+            packed = PackedWeight(library, handle.value, plain_dtype(form.dtype))
+        weight = LinearWeight(packed, None, form.n, form.k, packed.nbytes)
+        _, parts = self._form_and_parts(weight)
+        return weight if self._checksum(parts) == form.checksum else None
+
+    def _checksum(self, parts: _Parts) -> int:
+        return int(self._library.qs_parts_checksum(self._context, ctypes.byref(parts)))
+
+    def _form_and_parts(self, weight: LinearWeight) -> tuple[_PackedForm, _Parts]:
+        packed, form, parts = weight.data, _PackedForm(), _Parts()
+        assert isinstance(packed, PackedQuantized | PackedWeight)
+        library = self._library
+        is_quantized = isinstance(packed, PackedQuantized)
+        read = library.qs_quantized_parts if is_quantized else library.qs_linear_parts
+        read(packed.handle, ctypes.byref(form), ctypes.byref(parts))
+        return form, parts
+
+
+@cache
+def _library_digest() -> str:
+    return blake2b(library_path().read_bytes(), digest_size=16).hexdigest()
