@@ -59,9 +59,11 @@ OLLAMA_CASES: dict[type[msgspec.Struct], Cases] = {
             status=400,
         ),
     },
-    requests.OllamaModelFields: cases(
-        model=("second", lambda seen: seen.answer["model"] == "second")
-    ),
+    requests.OllamaModelFields: {
+        **cases(model=("second", lambda seen: seen.answer["model"] == "second")),
+        # of several models: tests/serve/any_api/test_several_models.py
+        "keep_alive": Case("soon", lambda seen: "keep_alive is 'soon'" in seen.text, status=400),
+    },
     requests.OllamaGenerateFields: {
         **cases(
             options=({"temperature": 0.5}, sampled("temperature", 0.5)),

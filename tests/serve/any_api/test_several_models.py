@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 import httpx
+import pytest
 from client import CHAT, client_of
 from fake_engine import FakeEngine
 from msgspec.structs import replace
@@ -227,6 +229,63 @@ def test_an_idle_model_sleeps_after_its_time_and_wakes_for_a_request() -> None:
         return await client.post(CHAT, json={**SAY, "model": "a"})
 
     assert serve(use, ModelsOptions(idle_s=0.0)).status_code == 200
+
+
+OLLAMA_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/api/chat", {"messages": SAY["messages"], "stream": False}),
+    ("/api/chat", {}),
+    ("/api/generate", {"prompt": "a", "stream": True}),
+    ("/api/embed", {"input": "a"}),
+    ("/api/embeddings", {"prompt": "a"}),
+]
+
+
+async def in_memory(client: httpx.AsyncClient) -> dict[str, str]:
+    """The models of `/api/ps`, and until when they stay."""
+    models = (await client.get("/api/ps")).json()["models"]
+    return {model["name"].removesuffix(":latest"): model["expires_at"] for model in models}
+
+
+@pytest.mark.parametrize(("path", "body"), OLLAMA_BODIES)
+def test_keep_alive_decides_how_long_a_model_stays(path: str, body: dict[str, Any]) -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> None:
+        async def post(keep_alive: object) -> None:
+            call = client.post(path, json={"model": "a", "keep_alive": keep_alive, **body})
+            answer = await asyncio.create_task(call)
+            assert answer.status_code == 200, answer.text
+            assert "x-quickstep-ignored" not in answer.headers
+
+        assert (await in_memory(client))["a"].startswith("9999")
+        now = datetime.now(UTC)
+        await post("1h")
+        left = datetime.fromisoformat((await in_memory(client))["a"]) - now
+        assert timedelta(minutes=59) < left < timedelta(minutes=61)
+        await post(-1)
+        assert (await in_memory(client))["a"].startswith("9999")
+        await post(0)
+        while server.num_in_memory:
+            await asyncio.sleep(0)
+        assert "a" not in await in_memory(client)
+        await post("10m")
+        assert server.num_in_memory == 1
+
+    serve(use)
+
+
+def test_with_keys_only_an_admin_decides_how_long_a_model_stays() -> None:
+    keys = ApiKeys(["one=secret-1"], ["two=secret-2"])
+
+    async def use(client: httpx.AsyncClient, server: Server) -> list[httpx.Response]:
+        body = {"model": "a", "prompt": "a", "stream": False, "keep_alive": "1h"}
+        answers = []
+        for name in ("one", "two"):
+            call = client.post("/api/generate", json=body, headers=KEYS[name])
+            answers.append(await asyncio.create_task(call))
+        return answers
+
+    user, admin = serve(use, keys=keys)
+    assert user.headers["x-quickstep-ignored"] == "keep_alive"
+    assert "x-quickstep-ignored" not in admin.headers
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

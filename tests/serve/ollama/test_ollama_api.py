@@ -18,6 +18,7 @@ from field_effects import filling
 from route_calls import saying
 
 from quickstep.server.app import create_app
+from quickstep.server.ollama.keep_alive import keep_alive_s
 from quickstep.server.ollama.response_types import (
     OllamaChatResponse,
     OllamaGenerateResponse,
@@ -386,3 +387,31 @@ def test_errors_have_ollamas_shape_whatever_is_wrong() -> None:
     ):
         assert answer.status_code == status
         assert isinstance(answer.json()["error"], str)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (0, 0.0),
+        (1.5, 1.5),
+        (-1, None),
+        ("-1", None),
+        ("-5m", None),
+        ("300", 300.0),
+        ("5m", 300.0),
+        ("1h30m", 5400.0),
+        ("1.5h", 5400.0),
+        ("500ms", 0.5),
+        ("1e400", None),
+    ],
+)
+def test_durations_are_read_as_ollama_reads_them(value: Any, seconds: float | None) -> None:
+    assert keep_alive_s(value) == seconds
+
+
+@pytest.mark.parametrize("value", ["", "soon", "5 m", "m5", "5mm", "nan", "5" * 100 + "s"])
+def test_what_is_no_duration_is_400(value: str) -> None:
+    for path in ("/api/chat", "/api/embed"):
+        refused = call("POST", path, json={"model": "fake", "input": "a", "keep_alive": value})
+        assert refused.status_code == 400, value
+        assert "keep_alive" in refused.json()["error"]

@@ -141,6 +141,13 @@ class ModelRegistry:
             code="model_not_found",
         )
 
+    def keep(self, name: str, idle_s: float | None, optional_tag: str = "") -> None:
+        """Unload a model after so long without requests; None for never. Of several models only.
+        Raises RequestError.
+        """
+        if self.residents is not None:
+            self.residents.keep(self.entry(name, optional_tag), idle_s)
+
     async def ready(
         self,
         name: str | None,

@@ -93,6 +93,13 @@ class ModelStatus(msgspec.Struct, frozen=True):
     unused_s: float
     failure: str
 
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is unloaded if no request comes; None for never."""
+        if self.idle_s is None or self.is_pinned:
+            return None
+        return max(0.0, self.idle_s - (0.0 if self.num_requests else self.unused_s))
+
 
 class ResidentModels:
     """Loads and unloads the models of `entries`, the first of which is open already.

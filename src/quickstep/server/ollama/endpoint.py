@@ -34,6 +34,7 @@ from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
+from quickstep.server.ollama.keep_alive import keep_alive_s, kept_model
 from quickstep.server.ollama.request import (
     LATEST,
     chat_request,
@@ -70,7 +71,6 @@ OllamaResponse = OllamaChatResponse | OllamaGenerateResponse
 # the response with these content, reasoning, calls and other fields
 BuildResponse = Callable[[str, str, list[OllamaToolCall], OllamaProgress], OllamaResponse]
 _CUT = ("length", "repetition")  # finish reasons of OpenAI's API that are length here
-_UNLOADING = (0, "0", "0s")
 
 
 class NoPrompt(Exception):
@@ -86,15 +86,20 @@ class OllamaRoute:
     """The endpoint of `/api/chat` or `/api/generate`."""
 
     def __init__(self, api: GeneratingApi, models: ModelRegistry, observers: Observers) -> None:
+        self._models = models
         self._generating = GeneratingRoute(api, models, observers, optional_tag=LATEST)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
+        kept = await kept_model(request, self._models)
         try:
-            return await self._generating.answer(request)
+            response = await self._generating.answer(request)
         except NoPrompt as loaded:
             report_ignored(request, loaded.ignored)
-            return json_response(loaded.response)
+            response = json_response(loaded.response)
+        if kept is not None:
+            self._models.keep(kept.name, kept.idle_s, LATEST)
+        return response
 
 
 class OllamaChat:
@@ -134,9 +139,13 @@ def _no_prompt(fields: OllamaGenerateFields, reader: FieldReader, build: BuildRe
         model=fields.model,
         created_at=rfc3339(time.time()),
         done=True,
-        done_reason="unload" if fields.keep_alive in _UNLOADING else "load",
+        done_reason="unload" if _unloads(fields) else "load",
     )
     return NoPrompt(build("", "", [], progress), reader.ignored)
+
+
+def _unloads(fields: OllamaGenerateFields) -> bool:
+    return fields.keep_alive is not None and keep_alive_s(fields.keep_alive) == 0
 
 
 def _chat_response(
@@ -373,6 +382,7 @@ class OllamaEmbedding:
     ) -> EmbeddingList | None:
         """The vectors, None if the client has disconnected."""
         body_parsed(request)
+        kept = await kept_model(request, self._models)
         prompts = [TextPrompt(text) for text in inputs]
         work = self._embeddings.embed(
             PromptRun.of(request, model, embedding),
@@ -382,9 +392,12 @@ class OllamaEmbedding:
             input_field=input_field,
         )
         try:
-            return await unless_disconnected(request.receive, work)
+            vectors = await unless_disconnected(request.receive, work)
         except ClientDisconnect:
             return None
+        if kept is not None:
+            self._models.keep(kept.name, kept.idle_s, LATEST)
+        return vectors
 
 
 def _numbers(embedding: list[float] | str) -> list[float]:

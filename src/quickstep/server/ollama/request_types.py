@@ -84,7 +84,12 @@ class OllamaModelFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     model: Annotated[str, _MODEL]
     keep_alive: Annotated[
-        str | float | None, hint("the model stays loaded", passes=(-1, -1.0, "-1"))
+        str | float | None,
+        effect(
+            "Of several models: how long this one stays in memory after its last request, in "
+            "seconds or as `5m`; 0 unloads it after this one, a negative number keeps it. On a "
+            "server with API keys, of admin keys only."
+        ),
     ] = None
 
 

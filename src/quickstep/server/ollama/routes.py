@@ -13,6 +13,7 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickstep.core.model_residency import ModelState
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import Observers
@@ -212,7 +213,8 @@ class OllamaModelList:
         return json_response(OllamaModels(models))
 
     async def running(self, _: Request) -> Response:
-        """Return the same names: the model is in memory until the server ends."""
+        """Return the names of the models in memory, and until when they stay without requests."""
+        expiries = self._expiries()
         models = [
             OllamaRunningModel(
                 name=name,
@@ -220,14 +222,26 @@ class OllamaModelList:
                 size=_num_bytes(model),
                 digest=_digest(model),
                 details=OllamaDetails(),
-                expires_at=_NEVER,
+                expires_at=expiries[model.name],
                 size_vram=0,
                 context_length=model.engine.max_model_len,
             )
             for model in self._models
+            if model.name in expiries
             for name in map(_tagged, model.names)
         ]
         return json_response(OllamaRunningModels(models))
+
+    def _expiries(self) -> dict[str, str]:
+        """When each model in memory leaves it, if no request comes."""
+        residents = self._models.residents
+        if residents is None:
+            return {model.name: _NEVER for model in self._models}
+        return {
+            status.name: _NEVER if status.left_s is None else rfc3339(time.time() + status.left_s)
+            for status in residents.status()
+            if status.state in (ModelState.READY, ModelState.DRAINING)
+        }
 
     async def show(self, request: Request) -> Response:
         """Return the details of one model. Raises RequestError."""
