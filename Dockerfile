@@ -13,7 +13,7 @@ ARG EXTRAS=""
 RUN wheel=$(ls /wheels/*.whl) && pip install --no-cache-dir "${wheel}${EXTRAS}" && rm -r /wheels \
     && useradd --create-home --uid 1000 quickstep && mkdir /cache && chown quickstep /cache
 USER 1000
-ENV HF_HOME=/cache
+ENV HF_HOME=/cache QUICKSTEP_CACHE_DIR=/cache/quickstep
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --start-period=120s CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
