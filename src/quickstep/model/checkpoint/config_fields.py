@@ -59,6 +59,7 @@ _COMPUTING_PARTS = (
     *("resid", "rope", "rotary", "rout", "scal", "scor", "slid", "softcap", "softmax", "spars"),
     *("swiglu", "temperature", "window"),
 )
+_SHOWN_CHARS = 80
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
 _HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
 
@@ -106,7 +107,8 @@ class ConfigFields:
         value = self.value(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or (isinstance(value, float) and not value.is_integer()):
             raise self._wrong(name, value, "an integer")
         return int(value)
 
@@ -199,8 +201,8 @@ class ConfigFields:
 
     def _not_implemented(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self.source} sets {name!r} to {self._values[name]!r}, which Quickstep does not "
-            "implement for this architecture; remove the key only if it does not change the "
+            f"{self.source} sets {name!r} to {_shown(self._values[name])}, which Quickstep does "
+            "not implement for this architecture; remove the key only if it does not change the "
             "computation"
         )
 
@@ -209,7 +211,13 @@ class ConfigFields:
         return ConfigError(f"{self.source} {does}, which this architecture needs")
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self.source} sets {name!r} to {value!r}, it must be {expected}")
+        return ConfigError(f"{self.source} sets {name!r} to {_shown(value)}, it must be {expected}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message, which may be a list as long as the vocabulary."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _may_compute(name: str) -> bool:

@@ -85,6 +85,8 @@ def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
         raise ConfigError(f"{path} is one of {len(parts)} parts, and {missing[0]}{more} is missing")
     first = _read_header(parts[0], with_texts)
     count = first.metadata.get(_SPLIT_COUNT, 0)
+    if not isinstance(count, int):
+        raise ConfigError(f"{parts[0]} sets {_SPLIT_COUNT!r} to {count!r:.80}, not to an integer")
     if count not in (0, 1, len(parts)):
         raise ConfigError(
             f"{path} is one of {count} parts, which must be next to each other and be called "
@@ -152,6 +154,8 @@ class _Header:
         for _ in range(num_pairs):
             key = self._text()
             value = self._value(self._int("I"))
+            if key in metadata:
+                raise ValueError(f"it has the metadata {key!r} twice")
             if value is not None:
                 metadata[key] = value
         described = [self._tensor() for _ in range(num_tensors)]
@@ -160,7 +164,11 @@ class _Header:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"it aligns tensors to {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        tensors = {entry[0]: self._stored(entry, start) for entry in described}
+        tensors: dict[str, StoredTensor] = {}
+        for entry in described:
+            if entry[0] in tensors:
+                raise ValueError(f"it has the tensor {entry[0]!r} twice")
+            tensors[entry[0]] = self._stored(entry, start)
         return GgufFile(self._path, MappingProxyType(metadata), MappingProxyType(tensors), header)
 
     def _numbers(self, code: str, count: int) -> tuple[object, ...]:
@@ -223,7 +231,7 @@ class _Header:
     def _stored(self, entry: tuple[str, tuple[int, ...], str, int], start: int) -> StoredTensor:
         name, shape, kind, offset = entry
         elements, num_bytes = BLOCKS[kind]
-        if not shape or shape[-1] % elements:
+        if not shape or 0 in shape or shape[-1] % elements:
             raise ValueError(f"tensor {name!r} of shape {shape} does not fill blocks of {kind}")
         nbytes = math.prod(shape) // elements * num_bytes
         end = start + offset + nbytes
