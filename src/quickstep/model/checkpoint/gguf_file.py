@@ -127,7 +127,11 @@ def _read_header(path: Path, with_texts: bool) -> GgufFile:
             return _Header(path, m, with_texts).read()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    except (struct.error, ValueError, OverflowError) as error:
+    except (struct.error, OverflowError):
+        raise ConfigError(
+            f"{path} is truncated or corrupt: its header ends after the file; download it again"
+        ) from None
+    except ValueError as error:
         raise ConfigError(f"{path} is truncated or corrupt: {error}; download it again") from None
 
 
