@@ -308,6 +308,11 @@ def test_several_files_must_be_named(tmp_path: Path) -> None:
         ("llama", {"split.count": "x"}, "'split.count' to 'x', not to an integer"),
         ("llama", {".context_length": float("nan")}, "'context_length' to nan, it must be"),
         ("llama", {".block_count": float("inf")}, "'block_count' to inf, it must be"),
+        (
+            "gemma2",
+            {".block_count": 2**31, ".attention.sliding_window_pattern": 6},
+            "'block_count' to 2147483648, it must be at most",
+        ),
         ("llama", {".attention.head_count": list(range(1000))}, "..., it must be an integer"),
     ],
 )

@@ -60,6 +60,7 @@ _COMPUTING_PARTS = (
     *("swiglu", "temperature", "window"),
 )
 _SHOWN_CHARS = 80
+MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
 _HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
 
@@ -107,18 +108,23 @@ class ConfigFields:
         value = self.value(name)
         if value is None:
             return None
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or (isinstance(value, float) and not value.is_integer()):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong(name, value, "an integer")
+        if isinstance(value, float) and not value.is_integer():
             raise self._wrong(name, value, "an integer")
         return int(value)
 
-    def integer(self, name: str) -> int:
-        """A positive int. Raises ConfigError when it is null, or missing without a default."""
+    def integer(self, name: str, most: int | None = None) -> int:
+        """A positive int. Raises ConfigError when it is null, missing without a default, or above
+        `most`.
+        """
         value = self.optional_integer(name)
         if value is None:
             raise self._missing(name)
         if value < 1:
             raise self._wrong(name, value, "at least 1")
+        if most is not None and value > most:
+            raise self._wrong(name, value, f"at most {most}")
         return value
 
     def optional_number(self, name: str) -> float | None:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.checkpoint.gguf_architectures import (
     CONVOLUTION,
     DIALECTS,
@@ -156,7 +156,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     value_size = fields.optional_integer("attention.value_length") or head_size
     if head_size < 1:
         raise ConfigError(f"{file.path.name} has {heads} heads in {hidden} inputs")
-    layers = fields.integer("block_count")
+    layers = fields.integer("block_count", MOST_LAYERS)
     layers -= fields.optional_integer("nextn_predict_layers") or 0  # the last ones, for drafts
     if value_size != head_size:
         raise ConfigError(
