@@ -210,6 +210,15 @@ def test_each_architecture_reads_as_its_config(
             assert getattr(found, name) == getattr(wanted, name), name
 
 
+@pytest.mark.parametrize("base", [1e6, 500_000.0, 283_461_213.0, 3_580_165_449.0, 1e11])
+def test_a_number_is_the_shortest_decimal_of_its_float32(base: float, tmp_path: Path) -> None:
+    metadata = files.sizes(rope__freq_base=base, attention__layer_norm_rms_epsilon=1e-6)
+    tensors = [("token_embd.weight", np.zeros((VOCAB, files.HIDDEN), dtype=np.float16), Kind.F16)]
+    spec = read_spec(files.write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors))
+    assert spec.ropes[0].theta == float(str(np.float32(base)))
+    assert spec.norm_eps == 1e-6
+
+
 def test_frequency_divisors_are_part_of_the_rope(tmp_path: Path) -> None:
     divisors = np.linspace(1, 8, files.HIDDEN // files.HEADS // 2, dtype=np.float32)
     embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)

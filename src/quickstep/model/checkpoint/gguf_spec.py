@@ -12,6 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
+from ctypes import c_float
 from pathlib import Path
 from types import MappingProxyType
 
@@ -310,9 +311,12 @@ def _scale_scores(config: dict[str, object], layers_of_exception: int) -> None:
 
 
 def _number(fields: ConfigFields, name: str) -> float | None:
-    """A float32 as the shortest decimal that it may come from: 1e-05, not 9.99999974e-06."""
+    """A float32 as the shortest decimal that rounds to it: 1e-05, not 9.99999974e-06."""
     value = fields.optional_number(name)
-    return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
+    if value is None or not math.isfinite(value):
+        return None
+    decimals = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next((number for number in decimals if c_float(number).value == value), value)
 
 
 def _floats(tensor: StoredTensor) -> list[float]:
