@@ -67,8 +67,9 @@ def choose_gguf(models: GgufModels, repository: str, tag: str = "") -> tuple[str
         ConfigError: There is no such model, or several and no default; names the tags.
     """
     if not models.files:
-        without = "no GGUF file" if tag else "neither a config.json nor a GGUF file"
-        raise ConfigError(f"{repository} has {without} of a model")
+        if tag:
+            raise ConfigError(f"{repository} has no GGUF file of a model, so none of the tag {tag}")
+        raise ConfigError(f"{repository} has neither a config.json nor a GGUF file of a model")
     found = (_with_tag(models.files, wanted) for wanted in ([tag] if tag else _DEFAULT_TAGS))
     chosen = next((name for name in found if name is not None), None)
     if chosen is None and (tag or len(models.files) > 1):
