@@ -363,6 +363,19 @@ def test_two_things_of_one_name_are_refused(
         read_spec(path)
 
 
+def test_a_name_whose_length_is_damaged_is_refused_in_a_short_message(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    path, name = tmp_path / "m.gguf", b"blk.0.attn_q.weight"
+    content = llama[0].read_bytes()
+    length = struct.pack("<Q", len(name))
+    assert content.count(length + name) == 1
+    path.write_bytes(content.replace(length + name, struct.pack("<Q", 200_000) + name))
+    with pytest.raises(ConfigError, match="a tensor's name has 200000 bytes") as caught:
+        read_spec(path)
+    assert len(str(caught.value)) < 400
+
+
 def test_a_tensor_of_no_elements_is_refused_however_many_experts_it_claims(tmp_path: Path) -> None:
     embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
     experts = np.zeros((7777, 1, 32), dtype=np.float32)

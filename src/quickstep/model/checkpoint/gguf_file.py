@@ -57,6 +57,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_NAME_BYTES = 256  # of a tensor; ggml's own limit is 64
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _SPLIT_TENSORS = "split.tensors.count"
 
@@ -159,7 +160,7 @@ class _Header:
             key = self._text()
             value = self._value(self._int("I"))
             if key in metadata:
-                raise ValueError(f"it has the metadata {key!r} twice")
+                raise ValueError(f"it has the metadata {key!r:.80} twice")
             if value is not None:
                 metadata[key] = value
         described = [self._tensor() for _ in range(num_tensors)]
@@ -186,8 +187,10 @@ class _Header:
         assert isinstance(value, int)
         return value
 
-    def _text(self) -> str:
+    def _text(self, most: int | None = None) -> str:
         length = self._int("Q")
+        if most is not None and length > most:
+            raise ValueError(f"a tensor's name has {length} bytes")
         start = self._at
         self._at += length
         if self._at > len(self._content):
@@ -220,7 +223,8 @@ class _Header:
         self._at = at
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
-        name, num_dimensions = self._text(), self._int("I")
+        name = self._text(_MAX_NAME_BYTES)
+        num_dimensions = self._int("I")
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
         shape = tuple(self._int("Q") for _ in range(num_dimensions))[::-1]
