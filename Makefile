@@ -28,7 +28,7 @@ DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
 
-.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format fuzz bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -44,6 +44,7 @@ help:
 	@echo "make real         measure and test SmolLM2-135M (98 MB, fetched once) against transformers"
 	@echo "make page         test the page at / in chromium"
 	@echo "make verify       check that requests give the same bits in any batch"
+	@echo "make fuzz         read CHECKPOINTS=10000 with mistakes in any place, from SEED=1"
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
 	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
 	@echo "make bench        measure the speed of this machine"
@@ -101,6 +102,10 @@ $(DOCS)/.ready: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+# Checkpoints with mistakes in any place: each loads, or is refused in one sentence. 5 minutes.
+fuzz: $(READY)
+	$(BIN)/python tests/support/mutated_files.py $(or $(CHECKPOINTS),10000) $(or $(SEED),1)
 
 # A real public model: its likelihoods and texts against transformers on the same file, dequantized, and
 # what users do with it: chat, tools' grammars, schemas, stops, drafts, `verify`. 6 minutes.

@@ -28,8 +28,8 @@ def test_parameter_count_equals_transformers(case: Case, tmp_path: Path) -> None
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(stored)]
     expected = model.num_parameters() + sum(buffer.numel() for buffer in buffers)
     # an indexer is not read
-    indexers = [one for name, one in model.named_parameters() if ".indexer." in name]
-    expected -= sum(one.numel() for one in indexers)
+    indexers = [weight for name, weight in model.named_parameters() if ".indexer." in name]
+    expected -= sum(weight.numel() for weight in indexers)
     assert num_parameters(read_spec(tmp_path)) == expected
 
 

@@ -26,7 +26,7 @@ QWEN3_MOE = Case("qwen3moe", "Qwen3Moe", {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
     "norm_topk_prob": True, "head_dim": 24,
 })  # fmt: skip
-# the case, its section beside the sizes, whether queries and keys are in pairs
+# the case, its section in addition to the sizes, whether queries and keys are in pairs
 TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen3moe", QWEN3_MOE, {}, False),
     (

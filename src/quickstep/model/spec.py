@@ -26,7 +26,7 @@ from quickstep.model.architectures import (
     Architecture,
     text_part,
 )
-from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
+from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.checkpoint.source import reading_checkpoint
@@ -44,7 +44,7 @@ from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
+_MOST_EXPERTS = 10_000  # of a layer; as with layers, a damaged count would take all memory
 _CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _ACTIVATIONS = {
     "silu": "silu",
@@ -195,10 +195,11 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         raise ConfigError(
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
         )
-    num_layers = fields.integer("num_hidden_layers")
-    if num_layers > _MOST_LAYERS:
+    num_layers = fields.integer("num_hidden_layers", MOST_LAYERS)
+    moe = entry.experts(fields)
+    if moe is not None and moe.num_experts > _MOST_EXPERTS:
         raise ConfigError(
-            f"{fields.source} has {num_layers} layers; at most {_MOST_LAYERS} are read"
+            f"{fields.source} has {moe.num_experts} experts; at most {_MOST_EXPERTS} are read"
         )
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
@@ -236,7 +237,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         residual_multiplier=fields.number("residual_multiplier") if multiplied else 1.0,
         logit_divisor=_logit_divisor(fields, entry),
         tied=fields.flag("tie_word_embeddings"),
-        moe=entry.experts(fields),
+        moe=moe,
         naming=entry.naming,
         attention_gate=entry.attention_gate,
         latent=latent,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 from tokenizers import (
@@ -58,7 +58,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         if key.startswith(_PREFIX)
     }
     tokens, kind = values.get("tokens"), values.get("model")
-    if not isinstance(tokens, tuple):
+    if not _are_texts(tokens):
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
     if kind not in ("gpt2", "llama"):
         raise ConfigError(f"{path} holds a tokenizer of kind {kind!r}; supported are gpt2, llama")
@@ -68,7 +68,8 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     except ConfigError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"the tokenizer of {path} cannot be read: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"the tokenizer of {path} cannot be read: {reason}") from error
     kinds = _kinds(values, len(tokens))
     for wanted in (_CONTROL, _USER_DEFINED):
         special = wanted == _CONTROL
@@ -89,6 +90,10 @@ def gguf_templates(path: Path) -> dict[str, str]:
     return found
 
 
+def _are_texts(value: object) -> TypeGuard[tuple[str, ...]]:
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+
+
 def _byte_level(
     path: Path, values: Mapping[str, object], tokens: Sequence[str]
 ) -> tuple[Library, bool]:
@@ -100,7 +105,7 @@ def _byte_level(
             f"{', '.join(SPLITS)}"
         )
     merges = values.get("merges")
-    if not isinstance(merges, tuple):
+    if not _are_texts(merges):
         raise ConfigError(f"{path} holds no merges of its tokenizer (tokenizer.ggml.merges)")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}

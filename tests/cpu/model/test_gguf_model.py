@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf_files as files
@@ -209,6 +210,15 @@ def test_each_architecture_reads_as_its_config(
             assert getattr(found, name) == getattr(wanted, name), name
 
 
+@pytest.mark.parametrize("base", [1e6, 500_000.0, 283_461_213.0, 3_580_165_449.0, 1e11])
+def test_a_number_is_the_shortest_decimal_of_its_float32(base: float, tmp_path: Path) -> None:
+    metadata = files.sizes(rope__freq_base=base, attention__layer_norm_rms_epsilon=1e-6)
+    tensors = [("token_embd.weight", np.zeros((VOCAB, files.HIDDEN), dtype=np.float16), Kind.F16)]
+    spec = read_spec(files.write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors))
+    assert spec.ropes[0].theta == float(str(np.float32(base)))
+    assert spec.norm_eps == 1e-6
+
+
 def test_frequency_divisors_are_part_of_the_rope(tmp_path: Path) -> None:
     divisors = np.linspace(1, 8, files.HIDDEN // files.HEADS // 2, dtype=np.float32)
     embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
@@ -303,6 +313,16 @@ def test_several_files_must_be_named(tmp_path: Path) -> None:
         ("llama", {".rope.scaling.yarn_log_multiplier": 0.5}, "yarn_log_multiplier"),
         ("gemma2", {".rope.freq_base_swa": 2e4}, "freq_base_swa"),
         ("qwen3", {".pooling_type": 1}, "pooling_type"),
+        ("llama", {"split.count": [1, 2]}, "'split.count' to (1, 2), not to an integer"),
+        ("llama", {"split.count": "x"}, "'split.count' to 'x', not to an integer"),
+        ("llama", {".context_length": float("nan")}, "'context_length' to nan, it must be"),
+        ("llama", {".block_count": float("inf")}, "'block_count' to inf, it must be"),
+        (
+            "gemma2",
+            {".block_count": 2**31, ".attention.sliding_window_pattern": 6},
+            "'block_count' to 2147483648, it must be at most",
+        ),
+        ("llama", {".attention.head_count": list(range(1000))}, "..., it must be an integer"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(
@@ -323,6 +343,61 @@ def test_block_types_that_are_not_read_are_refused_with_the_tensors_name(tmp_pat
     path = files.write_gguf(tmp_path / "m.gguf", "llama", files.sizes(), tensors)
     with pytest.raises(ConfigError, match=r"stores token_embd\.weight as IQ3_S"):
         read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "named"),
+    [
+        (b"blk.1.attn_norm", b"blk.0.attn_norm", "the tensor 'blk.0.attn_norm.weight' twice"),
+        (b"llama.rope.freq_base", b"llama.context_length", "'llama.context_length' twice"),
+    ],
+)
+def test_two_things_of_one_name_are_refused(
+    llama: tuple[Path, dict[str, Tensor]], name: bytes, other: bytes, named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "twice.gguf"
+    content = llama[0].read_bytes()
+    assert content.count(name) == 1 and len(name) == len(other)
+    path.write_bytes(content.replace(name, other))
+    with pytest.raises(ConfigError, match=named):
+        read_spec(path)
+
+
+def test_a_name_whose_length_is_damaged_is_refused_in_a_short_message(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    path, name = tmp_path / "m.gguf", b"blk.0.attn_q.weight"
+    content = llama[0].read_bytes()
+    length = struct.pack("<Q", len(name))
+    assert content.count(length + name) == 1
+    path.write_bytes(content.replace(length + name, struct.pack("<Q", 200_000) + name))
+    with pytest.raises(ConfigError, match="a tensor's name has 200000 bytes") as caught:
+        read_spec(path)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_tensor_of_no_elements_is_refused_however_many_experts_it_claims(tmp_path: Path) -> None:
+    embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
+    experts = np.zeros((7777, 1, 32), dtype=np.float32)
+    tensors = [("token_embd.weight", embedding, Kind.F16)]
+    tensors += [("blk.0.ffn_up_exps.weight", experts, Kind.F32)]
+    path = files.write_gguf(tmp_path / "m.gguf", "llama", files.sizes(), tensors)
+    dimensions = struct.pack("<3Q", 32, 1, 7777)
+    content = path.read_bytes()
+    assert content.count(dimensions) == 1
+    path.write_bytes(content.replace(dimensions, struct.pack("<3Q", 32, 0, 2**60)))
+    with pytest.raises(ConfigError, match=r"'blk\.0\.ffn_up_exps\.weight' of shape"):
+        read_spec(path)
+
+
+def test_a_vocabulary_that_is_no_list_of_texts_is_refused(tmp_path: Path) -> None:
+    embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
+    for key in ("tokens", "merges"):
+        metadata = files.sizes() | files.byte_vocabulary(VOCAB) | {f"tokenizer.ggml.{key}": [1, 2]}
+        tensors = [("token_embd.weight", embedding, Kind.F16)]
+        path = files.write_gguf(tmp_path / f"{key}.gguf", "llama", metadata, tensors)
+        with pytest.raises(ConfigError, match=rf"tokenizer\.ggml\.{key}"):
+            Tokenizer.open(path)
 
 
 def test_a_cut_file_is_refused_wherever_it_ends(

@@ -135,6 +135,7 @@ def test_without_a_tag_it_is_q4_k_m_then_q8_0_then_the_only_one() -> None:
         (REPOSITORY, "M", "no GGUF file of the tag M"),
         (("a-F16.gguf", "a-Q5_0.gguf"), "", "has 2 models.*o/r:TAG, of the tags F16, Q5_0"),
         (("mmproj.gguf", "x.bin"), "", "neither a config.json nor a GGUF file"),
+        (("config.json", "x.safetensors"), "Q8_0", "o/r has no GGUF file of a model"),
     ],
 )
 def test_a_tag_that_is_not_there_lists_those_that_are(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import format_writers as writers
@@ -219,6 +220,44 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
 
     write_quantized(tmp_path, AWQ | {"group_size": 32}, write)
     assert ".scales" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "value", "named"),
+    [
+        ("gptq-act-order", ".g_idx", -1, "names group -1, they are 0 to"),
+        ("gptq-act-order", ".g_idx", 2**30, f"names group {2**30}, they are 0 to"),
+        ("packed4-act-order", ".weight_g_idx", -7, "names group -7, they are 0 to"),
+        ("packed-nvfp4", ".weight_global_scale", 0.0, "weight_global_scale is 0"),
+        ("nf4-nested", ".weight.quant_state.bitsandbytes__nf4", 0x20, "hold a JSON object"),
+    ],
+)
+def test_a_small_tensor_with_a_wrong_value_is_refused_by_name(
+    case: str, part: str, value: float, named: str, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, *(EXACT | ROUNDED_AGAIN)[case])
+    file = tmp_path / "a.safetensors"
+    tensors, name = load_file(file), "model.layers.0.mlp.down_proj"
+    tensors[name + part][0] = value
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=named) as caught:
+        opened(tmp_path)[1].stored((f"{name}.weight",))
+    assert name + part in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"nested_blocksize": 0}, {"blocksize": -64}, {"blocksize": 0}])
+def test_blocks_of_bitsandbytes_without_a_size_are_refused_by_name(
+    changes: dict[str, int], tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, *ROUNDED_AGAIN["nf4-nested"])
+    file = tmp_path / "a.safetensors"
+    name = "model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4"
+    tensors = load_file(file)
+    state = json.loads(bytes(tensors[name].tolist())) | changes
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=f"{name} sets '{next(iter(changes))}'"):
+        opened(tmp_path)
 
 
 def test_modelopts_own_file_says_how_weights_are_stored(tmp_path: Path) -> None:

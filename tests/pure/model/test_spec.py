@@ -177,6 +177,8 @@ def test_a_config_without_architectures_is_known_by_its_model_type() -> None:
         ({"hidden_size": None}, "'hidden_size'"),
         ({"hidden_size": "big"}, "'hidden_size'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers'"),
+        ({"num_hidden_layers": 2**31}, "'num_hidden_layers' to 2147483648, it must be at most"),
+        ({"vocab_size": float("inf")}, "'vocab_size' to inf, it must be an integer"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 query heads"),
         ({"attention_sinks": 4}, "'attention_sinks'"),
         ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'"),
@@ -192,6 +194,11 @@ def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, object], 
 def test_a_bias_is_refused_where_the_family_has_none() -> None:
     with pytest.raises(ConfigError, match="'attention_bias'"):
         parse_as("Mistral", attention_bias=True)
+
+
+def test_a_damaged_number_of_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 2147483648 experts; at most 10000 are read"):
+        parse_as("Mixtral", num_local_experts=2**31)
 
 
 def test_harmless_and_switched_off_keys_pass() -> None:

@@ -324,6 +324,9 @@ def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
         ("pythonic", "[f(a='", "\\'"),
         ("hermes", "", "\n "),
         ("qwen3_coder", '<function=f><parameter=a>1</parameter><parameter=b>"a": ', "</param"),
+        ("qwen3_coder", "<function=f", " "),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="k', "' "),
+        ("deepseek_v32", f'{DSML.opening}{DSML.call}"f">{DSML.key}"k"', " string="),
     ],
 )
 def test_a_megabyte_in_small_deltas_comes_out(name, head, body):

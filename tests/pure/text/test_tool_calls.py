@@ -90,6 +90,13 @@ MEANT = [
             )
         ],
     ),
+    # halves of a character, as JSON writes it
+    (
+        "pythonic",
+        "[f(a='\\ud834\\udd1e', b={'\\ud83d\\ude00': 1}), g()]",
+        "",
+        [("f", '{"a": "\U0001d11e", "b": {"\U0001f600": 1}}'), G],
+    ),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', "", [F, G]),
     ("mistral", 'x [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "x", [F, G]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{"a": 1}', "", [F]),

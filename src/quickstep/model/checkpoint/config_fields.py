@@ -59,6 +59,8 @@ _COMPUTING_PARTS = (
     *("resid", "rope", "rotary", "rout", "scal", "scor", "slid", "softcap", "softmax", "spars"),
     *("swiglu", "temperature", "window"),
 )
+_SHOWN_CHARS = 80
+MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
 _HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
 
@@ -106,17 +108,23 @@ class ConfigFields:
         value = self.value(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong(name, value, "an integer")
+        if isinstance(value, float) and not value.is_integer():
             raise self._wrong(name, value, "an integer")
         return int(value)
 
-    def integer(self, name: str) -> int:
-        """A positive int. Raises ConfigError when it is null, or missing without a default."""
+    def integer(self, name: str, most: int | None = None) -> int:
+        """A positive int. Raises ConfigError when it is null, missing without a default, or above
+        `most`.
+        """
         value = self.optional_integer(name)
         if value is None:
             raise self._missing(name)
         if value < 1:
             raise self._wrong(name, value, "at least 1")
+        if most is not None and value > most:
+            raise self._wrong(name, value, f"at most {most}")
         return value
 
     def optional_number(self, name: str) -> float | None:
@@ -199,8 +207,8 @@ class ConfigFields:
 
     def _not_implemented(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self.source} sets {name!r} to {self._values[name]!r}, which Quickstep does not "
-            "implement for this architecture; remove the key only if it does not change the "
+            f"{self.source} sets {name!r} to {_shown(self._values[name])}, which Quickstep does "
+            "not implement for this architecture; remove the key only if it does not change the "
             "computation"
         )
 
@@ -209,7 +217,13 @@ class ConfigFields:
         return ConfigError(f"{self.source} {does}, which this architecture needs")
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self.source} sets {name!r} to {value!r}, it must be {expected}")
+        return ConfigError(f"{self.source} sets {name!r} to {_shown(value)}, it must be {expected}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message, which may be a list as long as the vocabulary."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _may_compute(name: str) -> bool:

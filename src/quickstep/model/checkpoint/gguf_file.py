@@ -57,6 +57,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_NAME_BYTES = 256  # of a tensor; ggml's own limit is 64
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _SPLIT_TENSORS = "split.tensors.count"
 
@@ -85,6 +86,8 @@ def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
         raise ConfigError(f"{path} is one of {len(parts)} parts, and {missing[0]}{more} is missing")
     first = _read_header(parts[0], with_texts)
     count = first.metadata.get(_SPLIT_COUNT, 0)
+    if not isinstance(count, int):
+        raise ConfigError(f"{parts[0]} sets {_SPLIT_COUNT!r} to {count!r:.80}, not to an integer")
     if count not in (0, 1, len(parts)):
         raise ConfigError(
             f"{path} is one of {count} parts, which must be next to each other and be called "
@@ -125,7 +128,11 @@ def _read_header(path: Path, with_texts: bool) -> GgufFile:
             return _Header(path, m, with_texts).read()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    except (struct.error, ValueError, OverflowError) as error:
+    except (struct.error, OverflowError):
+        raise ConfigError(
+            f"{path} is truncated or corrupt: its header ends after the file; download it again"
+        ) from None
+    except ValueError as error:
         raise ConfigError(f"{path} is truncated or corrupt: {error}; download it again") from None
 
 
@@ -152,6 +159,8 @@ class _Header:
         for _ in range(num_pairs):
             key = self._text()
             value = self._value(self._int("I"))
+            if key in metadata:
+                raise ValueError(f"it has the metadata {key!r:.80} twice")
             if value is not None:
                 metadata[key] = value
         described = [self._tensor() for _ in range(num_tensors)]
@@ -160,7 +169,11 @@ class _Header:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"it aligns tensors to {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        tensors = {entry[0]: self._stored(entry, start) for entry in described}
+        tensors: dict[str, StoredTensor] = {}
+        for entry in described:
+            if entry[0] in tensors:
+                raise ValueError(f"it has the tensor {entry[0]!r} twice")
+            tensors[entry[0]] = self._stored(entry, start)
         return GgufFile(self._path, MappingProxyType(metadata), MappingProxyType(tensors), header)
 
     def _numbers(self, code: str, count: int) -> tuple[object, ...]:
@@ -174,8 +187,10 @@ class _Header:
         assert isinstance(value, int)
         return value
 
-    def _text(self) -> str:
+    def _text(self, most: int | None = None) -> str:
         length = self._int("Q")
+        if most is not None and length > most:
+            raise ValueError(f"a tensor's name has {length} bytes")
         start = self._at
         self._at += length
         if self._at > len(self._content):
@@ -208,7 +223,8 @@ class _Header:
         self._at = at
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
-        name, num_dimensions = self._text(), self._int("I")
+        name = self._text(_MAX_NAME_BYTES)
+        num_dimensions = self._int("I")
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
         shape = tuple(self._int("Q") for _ in range(num_dimensions))[::-1]
@@ -223,7 +239,7 @@ class _Header:
     def _stored(self, entry: tuple[str, tuple[int, ...], str, int], start: int) -> StoredTensor:
         name, shape, kind, offset = entry
         elements, num_bytes = BLOCKS[kind]
-        if not shape or shape[-1] % elements:
+        if not shape or 0 in shape or shape[-1] % elements:
             raise ValueError(f"tensor {name!r} of shape {shape} does not fill blocks of {kind}")
         nbytes = math.prod(shape) // elements * num_bytes
         end = start + offset + nbytes

@@ -67,6 +67,8 @@ def choose_gguf(models: GgufModels, repository: str, tag: str = "") -> tuple[str
         ConfigError: There is no such model, or several and no default; names the tags.
     """
     if not models.files:
+        if tag:
+            raise ConfigError(f"{repository} has no GGUF file of a model, so none of the tag {tag}")
         raise ConfigError(f"{repository} has neither a config.json nor a GGUF file of a model")
     found = (_with_tag(models.files, wanted) for wanted in ([tag] if tag else _DEFAULT_TAGS))
     chosen = next((name for name in found if name is not None), None)

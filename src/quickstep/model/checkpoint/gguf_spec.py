@@ -12,13 +12,14 @@ import math
 import re
 import struct
 from collections.abc import Mapping
+from ctypes import c_float
 from pathlib import Path
 from types import MappingProxyType
 
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.checkpoint.gguf_architectures import (
     CONVOLUTION,
     DIALECTS,
@@ -156,7 +157,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     value_size = fields.optional_integer("attention.value_length") or head_size
     if head_size < 1:
         raise ConfigError(f"{file.path.name} has {heads} heads in {hidden} inputs")
-    layers = fields.integer("block_count")
+    layers = fields.integer("block_count", MOST_LAYERS)
     layers -= fields.optional_integer("nextn_predict_layers") or 0  # the last ones, for drafts
     if value_size != head_size:
         raise ConfigError(
@@ -310,9 +311,12 @@ def _scale_scores(config: dict[str, object], layers_of_exception: int) -> None:
 
 
 def _number(fields: ConfigFields, name: str) -> float | None:
-    """A float32 as the shortest decimal that it may come from: 1e-05, not 9.99999974e-06."""
+    """A float32 as the shortest decimal that rounds to it: 1e-05, not 9.99999974e-06."""
     value = fields.optional_number(name)
-    return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
+    if value is None or not math.isfinite(value):
+        return None
+    decimals = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next((number for number in decimals if c_float(number).value == value), value)
 
 
 def _floats(tensor: StoredTensor) -> list[float]:

@@ -29,6 +29,7 @@ _BITS |= {"U64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64}
 _BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 _BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+_MAX_DIMENSIONS, _MAX_SIZE = 32, 2**63
 _COMPARED_BYTES = 4 * 2**20  # at a time
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -212,11 +213,13 @@ def _read_header(file: Path) -> bytes:
 def _parse_header(file: Path, header: bytes) -> dict[str, StoredTensor]:
     try:
         entries = json.loads(header)
+        if not isinstance(entries, dict):
+            raise ValueError("it is no JSON object")
         entries.pop("__metadata__", None)
         start = 8 + len(header)
         tensors = [_stored(file, start, name, entry) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _corrupt(file, f"its header is not readable ({error!r})") from None
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(file, f"its header is not readable ({error})") from None
     # as the library has them: an empty tensor comes before one that begins at the same place
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = start
@@ -232,21 +235,25 @@ def _parse_header(file: Path, header: bytes) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _stored(file: Path, start: int, name: str, entry: Mapping[str, object]) -> StoredTensor:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _stored(file: Path, start: int, name: str, entry: object) -> StoredTensor:
+    if not isinstance(entry, dict):
+        raise ValueError(f"tensor {name!r} is no JSON object")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r} has no shape or no offsets")
-    if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
-        raise ValueError(f"tensor {name!r} has a negative size")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has {len(shape)} dimensions")
+    if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (*shape, *offsets)):
+        raise ValueError(f"tensor {name!r} has sizes that are no numbers from 0 to 2^63")
     nbytes = offsets[1] - offsets[0]
-    if dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in _BITS:
         raise ConfigError(
-            f"{file} stores tensor {name!r} as {dtype!r}, which is not supported; known are "
+            f"{file} stores tensor {name!r} as {dtype!r:.80}, which is not supported; known are "
             f"{', '.join(_BITS)}"
         )
-    if 8 * nbytes != math.prod(shape) * _BITS[str(dtype)]:
+    if 8 * nbytes != math.prod(shape) * _BITS[dtype]:
         raise ValueError(f"tensor {name!r} has {nbytes} bytes for shape {shape} in {dtype}")
-    return StoredTensor(name, str(dtype), tuple(shape), file, start + offsets[0], nbytes)
+    return StoredTensor(name, dtype, tuple(shape), file, start + offsets[0], nbytes)
 
 
 def _corrupt(file: Path, reason: str) -> ConfigError:

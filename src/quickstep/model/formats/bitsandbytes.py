@@ -136,14 +136,18 @@ class BitsAndBytesStorage:
             return None
         try:
             values = json.loads(self._content(state))
-            fields = ConfigFields(values, {}, state)
-        except (ValueError, TypeError):
-            raise ConfigError(f"{state} does not hold a JSON object") from None
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{state} does not hold a JSON object")
+        fields = ConfigFields(values, {}, state)
         if list(fields.sequence("shape") or ()) != list(shape):
             raise ConfigError(
-                f"{state} is of shape {values.get('shape')}, config.json asks for {list(shape)}"
+                f"{state} is of shape {values.get('shape')!r:.80}, config.json asks for "
+                f"{list(shape)}"
             )
-        nested_size = fields.optional_integer("nested_blocksize")
+        is_nested = fields.value("nested_blocksize") is not None
+        nested_size = fields.integer("nested_blocksize") if is_nested else None
         offset = fields.optional_number("nested_offset") or 0.0
         return _Blocks(state, fields.integer("blocksize"), nested_size, offset)
 

@@ -271,6 +271,8 @@ class CompressedTensorsStorage:
             return float8_rows(name, shape, scale, scheme.block, reader)
         if scheme.is_nvfp4:
             factor = reader.floats(f"{module}.weight_global_scale").reshape(())
+            if factor == 0:
+                raise ConfigError(f"{module}.weight_global_scale is 0; scales are divided by it")
             scales = float8_scales(reader, f"{module}.weight_scale") / factor
             return nvfp4_rows(f"{module}.weight_packed", shape, scales, reader)
         outputs, inputs = shape

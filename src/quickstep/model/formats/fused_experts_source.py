@@ -96,16 +96,17 @@ class FusedExpertsSource:
         return rows, inputs
 
     def _mxfp4_rows(self, found: ExpertTensor) -> tuple[StoredRows, int]:
-        blocks, part = f"{found.name}_blocks", (found.index, self._experts.num_experts)
+        blocks, exponents = f"{found.name}_blocks", f"{found.name}_scales"
+        part = found.index, self._experts.num_experts
         _, outputs, groups, _ = self._reader.shape(blocks)
-        for name in (blocks, f"{found.name}_scales"):
+        for name in (blocks, exponents):
             dtype = self._reader.stored_as(name)
             if dtype not in ("U8", "F8_E8M0"):
                 raise ConfigError(f"tensor {name!r} holds {dtype}, MXFP4 is stored as bytes")
-        exponents = self._reader.array(name, part=part)
-        if (exponents == _NO_SCALE).any():
-            raise ConfigError(f"tensor {name!r} holds a scale of 255, which is no number")
-        scales = _POWERS[exponents.reshape(outputs, groups)]
+        stored = self._reader.array(exponents, part=part)
+        if (stored == _NO_SCALE).any():
+            raise ConfigError(f"tensor {exponents!r} holds a scale of 255, which is no number")
+        scales = _POWERS[stored.reshape(outputs, groups)]
         if found.interleaved:
             scales = np.concatenate((scales[0::2], scales[1::2]))
         rows = replace(

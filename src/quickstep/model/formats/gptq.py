@@ -214,8 +214,9 @@ def group_indices(files: TensorFiles, name: str, group_size: int) -> npt.NDArray
     in_order = np.arange(order.size, dtype=np.int32) // group_size
     if np.array_equal(order, in_order):
         return None
-    if order.min() < 0 or order.max() > in_order[-1]:
-        raise ConfigError(f"{name} names group {order.max()}, the last one is {in_order[-1]}")
+    for group in (order.min(), order.max()):
+        if not 0 <= group <= in_order[-1]:
+            raise ConfigError(f"{name} names group {group}, they are 0 to {in_order[-1]}")
     return order
 
 

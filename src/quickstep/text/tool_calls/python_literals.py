@@ -31,6 +31,7 @@ _ESCAPE = re.compile(
     r"|([0-7]{1,3})|(.))",
     re.DOTALL,
 )
+_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _PLAIN_ESCAPES = {
     "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n",
     "r": "\r", "t": "\t", "v": "\v",
@@ -165,7 +166,7 @@ def _string(reader: Reader, quote: str) -> Parsing[str]:
         if char == quote:
             if (yield from reader.literal(closing)):
                 body = reader.since(mark)[: -len(closing)]
-                return _ESCAPE.sub(_unescaped, body)
+                return _HALVES.sub(_character, _ESCAPE.sub(_unescaped, body))
             reader.take()
             continue
         yield from reader.expect("\\")
@@ -182,6 +183,11 @@ def _unescaped(match: re.Match[str]) -> str:
     if match.group(4):
         return chr(int(match.group(4), 8))
     return _PLAIN_ESCAPES.get(match.group(5), match.group())
+
+
+def _character(match: re.Match[str]) -> str:
+    """The character of two escapes, each of half of it, as JSON writes it and many models do."""
+    return match.group().encode("utf-16-le", "surrogatepass").decode("utf-16-le")
 
 
 def json_string(text: str) -> str:

@@ -38,11 +38,7 @@ _BAR = "\uff5c"  # a vertical bar of full width
 # runs of a tag's inside; one that a delta cuts is read piece by piece
 _HEADER_CHARS = re.compile(r"[^<>\n]++")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-# a name, which models quote or not, and DeepSeek's attribute
-_HEADER = re.compile(
-    r"""\s*(?P<quote>["']?)(?P<name>.*?)(?P=quote)"""
-    r"""(?:\s+string\s*=\s*["']?(?P<is_string>true|false)["']?)?\s*"""
-)
+_QUOTES = "\"'"
 
 
 class TagWords(msgspec.Struct, frozen=True):
@@ -277,11 +273,19 @@ def _function_name(reader: Reader, words: TagWords) -> Parsing[str]:
 
 
 def _key_of(header: str) -> tuple[str, bool | None]:
-    """The name in a tag, and whether the tag says that the value is a string."""
-    match = _HEADER.fullmatch(header)
-    assert match is not None, "a header has no line feed, so any text matches"
-    said = match["is_string"]
-    return match["name"], None if said is None else said == "true"
+    """The name in a tag, which models quote or not, and whether the value is a string, where
+    DeepSeek's attribute says it: `"NAME" string="true"`. Without an expression: a model may repeat
+    spaces up to its limit.
+    """
+    name, is_string = header.strip(), None
+    before, _, value = name.rpartition("=")
+    said, words = value.strip().strip(_QUOTES), before.rstrip()
+    start = words.removesuffix("string")
+    if said in ("true", "false") and start != words and start[-1:].isspace():
+        name, is_string = start.rstrip(), said == "true"
+    if len(name) > 1 and name[0] == name[-1] and name[0] in _QUOTES:
+        name = name[1:-1]
+    return name, is_string
 
 
 def _value(reader: Reader, words: TagWords, add: Callable[[str], None]) -> Parsing[bool]:
