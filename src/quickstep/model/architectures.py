@@ -96,6 +96,8 @@ class Architecture(msgspec.Struct, frozen=True):
     Attributes:
         defaults: Values for keys that a config may leave out.
         neutral: Keys with the one value at which they change nothing.
+        repeated: Keys that say the same as others, by the others' names.
+        tied_key: Another name of `tie_word_embeddings`, which has priority.
         activation_key: The config key of the activation.
         bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
         output_bias_key: The key of o's bias, where that has one of its own.
@@ -121,6 +123,8 @@ class Architecture(msgspec.Struct, frozen=True):
 
     defaults: Mapping[str, object]
     neutral: Mapping[str, object] = msgspec.field(default_factory=dict)
+    repeated: Mapping[str, str] = msgspec.field(default_factory=dict)
+    tied_key: str | None = None
     activation_key: str = "hidden_act"
     bias_key: str | None = None
     output_bias_key: str | None = None
@@ -550,6 +554,13 @@ _STABLELM = Architecture(
         max_position_embeddings=4096,
         partial_rotary_factor=0.25,
     ),
+    repeated=MappingProxyType(
+        {
+            "norm_eps": "layer_norm_eps",
+            "num_heads": "num_attention_heads",
+            "rope_pct": "partial_rotary_factor",
+        }
+    ),
     bias_key="use_qkv_bias",
     output_bias=False,
     layer_norm=True,
@@ -567,6 +578,16 @@ _STARCODER2 = Architecture(
         use_bias=True,
         tie_word_embeddings=True,
     ),
+    neutral=MappingProxyType(
+        {
+            "attention_softmax_in_fp32": True,
+            "mlp_type": "default",
+            "norm_type": "layer_norm",
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+        }
+    ),
+    repeated=MappingProxyType({"layer_norm_epsilon": "norm_epsilon"}),
     bias_key="use_bias",
     mlp_bias_key="use_bias",
     layer_norm=True,
@@ -855,7 +876,18 @@ _LFM2 = Architecture(
         block_auto_adjust_ff_dim=True,
         tie_word_embeddings=True,
     ),
-    neutral=MappingProxyType({"block_use_swiglu": True, "conv_use_xavier_init": True}),
+    neutral=MappingProxyType({"block_use_swiglu": True, "use_pos_enc": True}),
+    repeated=MappingProxyType(
+        {
+            "block_dim": "hidden_size",
+            "block_norm_eps": "norm_eps",
+            "conv_dim": "hidden_size",
+            "conv_dim_out": "hidden_size",
+            "num_heads": "num_attention_heads",
+            "theta": "rope_theta",
+        }
+    ),
+    tied_key="tie_embedding",
     norm_eps_key="norm_eps",
     qk_norm=QKNorm.HEAD,
     windows=patterns.no_windows,
@@ -893,6 +925,7 @@ _QWEN3_5 = Architecture(
         linear_num_value_heads=32,
         attention_bias=False,
     ),
+    neutral=MappingProxyType({"attn_output_gate": True, "mamba_ssm_dtype": "float32"}),
     bias_key="attention_bias",
     norm_offset=1.0,
     qk_norm=QKNorm.HEAD,

@@ -103,6 +103,12 @@ def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
     listed = fields.sequence("layer_types")
     period = fields.optional_integer("full_attention_interval") or 4
+    fields.optional_integer("mtp_num_hidden_layers")  # of a head for drafts, not computed
+    gate = fields.text("output_gate_type")
+    if gate not in ("", "swish", "silu"):
+        raise ConfigError(
+            f"{fields.source} sets 'output_gate_type' to {gate!r}; supported are 'swish' and 'silu'"
+        )
     if listed is None:
         kinds = ("linear_attention", "full_attention")
         listed = [kinds[(i + 1) % period == 0] for i in range(num_layers)]
@@ -431,12 +437,7 @@ def olmoe_experts(fields: ConfigFields) -> MoESpec:
 def gpt_oss_experts(fields: ConfigFields) -> MoESpec:
     """Biases everywhere, and a softmax over only the chosen experts."""
     chosen = fields.integer("num_experts_per_tok")
-    again = fields.optional_integer("experts_per_token")  # as the released files have it, too
-    if again not in (None, chosen):
-        raise ConfigError(
-            f"{fields.source} sets num_experts_per_tok to {chosen} and experts_per_token to "
-            f"{again}; they mean the same"
-        )
+    fields.repeated("experts_per_token", "num_experts_per_tok")
     return MoESpec(
         num_experts=fields.integer("num_local_experts"),
         experts_per_token=chosen,

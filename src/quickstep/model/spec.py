@@ -200,6 +200,10 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         raise ConfigError(
             f"{fields.source} has {num_layers} layers; at most {_MOST_LAYERS} are read"
         )
+    for key, other in entry.repeated.items():
+        fields.repeated(key, other)
+    if entry.layer_norm:
+        fields.optional_number("rms_norm_eps")  # of the other kind of norm
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     sparse = entry.sparse(fields, num_layers)
@@ -235,7 +239,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         embedding_multiplier=hidden_size**0.5 if entry.scaled_embedding else embedding,
         residual_multiplier=fields.number("residual_multiplier") if multiplied else 1.0,
         logit_divisor=_logit_divisor(fields, entry),
-        tied=fields.flag("tie_word_embeddings"),
+        tied=_is_tied(fields, entry),
         moe=entry.experts(fields),
         naming=entry.naming,
         attention_gate=entry.attention_gate,
@@ -248,6 +252,13 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         gated=entry.gated,
         head_bias=entry.head_bias,
     )
+
+
+def _is_tied(fields: ConfigFields, entry: Architecture) -> bool:
+    tied = fields.flag("tie_word_embeddings")
+    if entry.tied_key is None or fields.value(entry.tied_key) is None:
+        return tied
+    return fields.flag(entry.tied_key)
 
 
 def _activation(fields: ConfigFields, entry: Architecture) -> str:

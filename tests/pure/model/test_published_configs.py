@@ -4,8 +4,11 @@ add up to the published counts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.spec import parse_spec
 
@@ -36,7 +39,32 @@ def sizes(*values: int) -> dict[str, int]:
 
 FACTORS = {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"}
 
-PUBLISHED = {
+QWEN3_5 = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262_144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "default",
+    },
+}
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "Llama-2-7b": (
         6_738_415_616,
         sizes(32_000, 4096, 11_008, 32, 32, 32)
@@ -194,6 +222,60 @@ PUBLISHED = {
         | {"max_position_embeddings": 40_960, "use_sliding_window": False}
         | {"tie_word_embeddings": False},
     ),
+    "LFM2-1.2B": (
+        1_170_340_608,
+        sizes(65_536, 2048, 12_288, 16, 32, 8)
+        | {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+        | {"block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12_288}
+        | {"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256}
+        | {"block_norm_eps": 1e-5, "block_out_init_scale": 1.0, "block_use_swiglu": True}
+        | {"block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048}
+        | {"conv_dim_out": 2048, "conv_use_xavier_init": True, "max_position_embeddings": 128_000}
+        | {"norm_eps": 1e-5, "num_heads": 32, "rope_theta": 1e6, "use_pos_enc": True}
+        | {"tie_embedding": True, "rms_norm_eps": None},
+    ),
+    "starcoder2-15b": (
+        15_957_889_024,
+        sizes(49_152, 6144, 24_576, 40, 48, 4)
+        | {"architectures": ["Starcoder2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+        | {"attention_softmax_in_fp32": True, "embedding_dropout": 0.1, "mlp_type": "default"}
+        | {"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5, "norm_type": "layer_norm"}
+        | {"residual_dropout": 0.1, "rms_norm_eps": 1e-6, "rope_theta": 100_000}
+        | {"max_position_embeddings": 16_384, "scale_attention_softmax_in_fp32": True}
+        | {"scale_attn_weights": True, "sliding_window": 4096, "use_bias": True}
+        | {"tie_word_embeddings": False},
+    ),
+    "stablelm-2-1_6b": (
+        1_644_515_328,
+        sizes(100_352, 2048, 5632, 24, 32, 32)
+        | {"architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-5, "norm_eps": 1e-5}
+        | {"max_position_embeddings": 4096, "num_heads": 32, "partial_rotary_factor": 0.25}
+        | {"qk_layernorm": False, "rope_pct": 0.25, "rope_theta": 10_000, "use_qkv_bias": True}
+        | {"use_parallel_residual": False, "tie_word_embeddings": False},
+    ),
+    "Qwen3.5-27B": (
+        26_895_998_464,
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+        | {"image_token_id": 248_056, "video_token_id": 248_057, "tie_word_embeddings": False}
+        | {"vision_config": {"hidden_size": 1152}}
+        | {
+            "text_config": sizes(248_320, 5120, 17_408, 64, 24, 4)
+            | QWEN3_5
+            | {"linear_num_value_heads": 48}
+        },
+    ),
+    "Qwen3.5-35B-A3B": (
+        34_660_610_688,
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+        | {"tie_word_embeddings": False, "vision_config": {"hidden_size": 1152}}
+        | {
+            "text_config": sizes(248_320, 2048, 512, 40, 16, 2)
+            | QWEN3_5
+            | {"linear_num_value_heads": 32, "moe_intermediate_size": 512, "mlp_only_layers": []}
+            | {"num_experts": 256, "num_experts_per_tok": 8, "output_router_logits": False}
+            | {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512}
+        },
+    ),
 }
 
 
@@ -201,3 +283,37 @@ PUBLISHED = {
 def test_published_config_is_read_whole_and_counts_its_parameters(name: str) -> None:
     count, config = PUBLISHED[name]
     assert num_parameters(parse_spec(COMMON | config)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen3.5-27B", {"output_gate_type": "sigmoid"}),
+        ("Qwen3.5-27B", {"attn_output_gate": False}),
+        ("Qwen3.5-27B", {"mamba_ssm_dtype": "bfloat16"}),
+        ("LFM2-1.2B", {"block_dim": 1024}),
+        ("LFM2-1.2B", {"conv_dim_out": 1024}),
+        ("LFM2-1.2B", {"use_pos_enc": False}),
+        ("starcoder2-15b", {"mlp_type": "gated"}),
+        ("starcoder2-15b", {"norm_type": "rms_norm"}),
+        ("stablelm-2-1_6b", {"norm_eps": 1e-6}),
+        ("stablelm-2-1_6b", {"rope_pct": 0.5}),
+    ],
+)
+def test_another_value_than_the_published_one_is_refused_by_name(
+    name: str, changes: dict[str, object]
+) -> None:
+    config = dict(PUBLISHED[name][1])
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
+    else:
+        config |= changes
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        parse_spec(COMMON | config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lfm2_calls_the_tied_head_by_another_name(tied: bool) -> None:
+    config = COMMON | PUBLISHED["LFM2-1.2B"][1] | {"tie_embedding": tied}
+    assert parse_spec(config).tied is tied
+    assert parse_spec(config | {"tie_word_embeddings": not tied}).tied is tied

@@ -60,7 +60,10 @@ _COMPUTING_PARTS = (
     *("swiglu", "temperature", "window"),
 )
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
-_HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
+_HARMLESS_SUFFIXES = (
+    *("_dropout", "_loss_coef", "_version", "jitter_noise"),
+    *("_init_scale", "_use_xavier_init"),
+)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -167,10 +170,20 @@ class ConfigFields:
             raise self._wrong(name, value, "an object")
         return value
 
+    def repeated(self, name: str, other: str) -> None:
+        """Read a key that says the same as another one. Raises ConfigError where it does not."""
+        value, meant = self.value(name), self.value(other)
+        if value not in (None, meant):
+            raise ConfigError(
+                f"{self.source} sets {other!r} to {meant!r} and {name!r} to {value!r}; they mean "
+                "the same"
+            )
+
     def refuse_unread(self, neutral: Mapping[str, object]) -> None:
         """Raise ConfigError for a key that was not honoured and may change the computation.
 
-        Falsy values switch a feature off and pass; so do `neutral` ones, by key and value.
+        Falsy values switch a feature off and pass, but for a false where `neutral` has a true;
+        `neutral` ones pass by key and value.
         """
         for name in self._unread(neutral):
             raise self._not_implemented(name)
@@ -189,7 +202,10 @@ class ConfigFields:
 
     def _unread(self, neutral: Mapping[str, object]) -> Iterator[str]:
         for name, value in self._values.items():
-            if name in self._read or name in _HARMLESS or not value:
+            if name in self._read or name in _HARMLESS:
+                continue
+            is_required = value is False and neutral.get(name) is True
+            if not value and not is_required:
                 continue
             if name.startswith(_HARMLESS_PREFIXES) or name.endswith(_HARMLESS_SUFFIXES):
                 continue
