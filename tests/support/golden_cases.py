@@ -279,8 +279,8 @@ CASES = (
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }),
     Case("gemma4", "Gemma4Text", {
-        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 6, "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB,
         "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
     }),
