@@ -305,6 +305,9 @@ CASES = (
     )),
     Case("starcoder2", "Starcoder2", {"sliding_window": 9}),
     Case("phi", "Phi", {"num_key_value_heads": None} | rope("default", partial_rotary_factor=0.5)),
+    Case("phi-tied", "Phi", {"tie_word_embeddings": True} | rope(
+        "linear", factor=2.0, partial_rotary_factor=0.25,
+    )),
     Case("arcee", "Arcee", {"mlp_bias": True}),
     Case("ministral3", "Ministral3", {"head_dim": 16} | rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
