@@ -26,7 +26,7 @@ from quickstep.model.architectures import (
     Architecture,
     text_part,
 )
-from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
+from quickstep.model.checkpoint.config_fields import ConfigFields, note_on_foreign, read_json
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.checkpoint.source import reading_checkpoint
@@ -130,8 +130,7 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
 
 
 def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:
-    if foreign:
-        yield f"config.json's {', '.join(foreign)} are no part of the architecture and not used"
+    yield from note_on_foreign(foreign)
     if _has_indexer(spec):
         yield (
             f"sequences have up to {spec.max_model_len} tokens: the model chooses among more "

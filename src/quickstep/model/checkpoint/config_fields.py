@@ -228,6 +228,12 @@ class ConfigFields:
         return ConfigError(f"{self.source} sets {name!r} to {value!r}, it must be {expected}")
 
 
+def note_on_foreign(names: Sequence[str]) -> Iterator[str]:
+    """The sentence on what `ConfigFields.foreign` returned, if there is something."""
+    if names:
+        yield f"config.json's {', '.join(names)} are no part of the architecture and not used"
+
+
 def _may_compute(name: str) -> bool:
     """Whether a forward pass could read a key of this name. One with a dot is in another program's
     namespace; `flash` chooses a kernel, not a result.

@@ -21,7 +21,6 @@ class HeadSpec(msgspec.Struct, frozen=True):
     Attributes:
         labels: The names of the classes, in the order of the logits.
         is_mean: It reads the mean of all states, not the first one.
-        is_regression: There is one number without classes.
     """
 
     labels: tuple[str, ...]
