@@ -538,6 +538,9 @@ _NEMOTRON = Architecture(
         max_position_embeddings=4096,
         partial_rotary_factor=0.5,
     ),
+    repeated=MappingProxyType(
+        dict.fromkeys(("rope_percent", "rope_percentage"), "partial_rotary_factor")
+    ),
     bias_key="attention_bias",
     mlp_bias_key="mlp_bias",
     norm_offset=1.0,
@@ -580,6 +583,7 @@ _STARCODER2 = Architecture(
     ),
     neutral=MappingProxyType(
         {
+            "activation_function": "gelu",  # `hidden_act` is the one in force
             "attention_softmax_in_fp32": True,
             "mlp_type": "default",
             "norm_type": "layer_norm",

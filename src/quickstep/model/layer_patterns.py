@@ -695,6 +695,7 @@ def ernie_experts(fields: ConfigFields) -> MoESpec:
 
 def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Each `moe_layer_interval`-th layer, from one to another."""
+    fields.optional_integer("num_nextn_predict_layers")  # after the last one, not computed
     first = fields.optional_integer("moe_layer_start_index") or 0
     last = fields.optional_integer("moe_layer_end_index")
     last = num_layers - 1 if last in (None, -1) else last

@@ -116,11 +116,11 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     values = dict(config)
     text_config = values.pop("text_config", None)
     if isinstance(text_config, dict):
-        outer: dict[str, object] = {
-            key: values[key] for key in ("dtype", "torch_dtype") if key in values
-        }
-        tied = values.get("tie_word_embeddings") is True  # else as the text part says
-        values = outer | text_config | ({"tie_word_embeddings": True} if tied else {})
+        tied = values.get("tie_word_embeddings")
+        names = ("dtype", "torch_dtype", "tie_word_embeddings")
+        values = {key: values[key] for key in names if values.get(key) is not None} | text_config
+        if tied is True:  # else as the text part says, where it says something
+            values["tie_word_embeddings"] = True
     for key in _QUANTIZATION_KEYS:  # how weights are stored is `formats.detect`'s part
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
