@@ -169,6 +169,16 @@ def _defaults(**values: object) -> Mapping[str, object]:
     return MappingProxyType(common | values)
 
 
+def _wrapped(naming: TensorNaming) -> TensorNaming:
+    """As part of a larger model, under the names that these have had."""
+    return replace(
+        naming,
+        prefixes=("model.language_model.", "language_model.model.", "model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        wrapped=True,
+    )
+
+
 _LLAMA = Architecture(
     defaults=_defaults(max_position_embeddings=2048),
     bias_key="attention_bias",
@@ -326,16 +336,7 @@ _GEMMA3 = Architecture(
     scale=_gemma_scale,
     windows=patterns.gemma3_windows,
     ropes=patterns.gemma3_ropes,
-    naming=TensorNaming(
-        prefixes=("model.", "language_model.model.", "model.language_model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        ignored=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
-    ),
+    naming=_wrapped(STANDARD_NAMING),
 )
 
 _PHI3 = Architecture(
@@ -478,10 +479,7 @@ _GEMMA4 = Architecture(
     value_norm=True,
     layer_scalars=True,
     layer_inputs=patterns.gemma4_inputs,
-    naming=TensorNaming(
-        router="router.proj",
-        experts="experts",
-    ),
+    naming=_wrapped(TensorNaming(router="router.proj", experts="experts")),
 )
 
 
@@ -641,16 +639,6 @@ _ARCEE = Architecture(
     mlp_bias_key="mlp_bias",
     gated=False,
 )
-
-
-def _wrapped(naming: TensorNaming) -> TensorNaming:
-    """As part of a larger model, under the names that these have had."""
-    return replace(
-        naming,
-        prefixes=("model.language_model.", "language_model.model.", "model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        wrapped=True,
-    )
 
 
 _QWEN3_VL_MOE = replace(
@@ -936,11 +924,7 @@ _QWEN3_5 = Architecture(
     attention_gate=True,
     windows=patterns.no_windows,
     mixers=patterns.delta_mixers,
-    naming=TensorNaming(
-        prefixes=("model.", "model.language_model.", "language_model.model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        ignored=("model.visual.", "visual.", "mtp."),
-    ),
+    naming=_wrapped(STANDARD_NAMING),
 )
 
 _GRANITE_HYBRID = Architecture(
@@ -1027,7 +1011,7 @@ _DEEPSEEK_V3 = Architecture(
     latent=patterns.latent_attention,
 )
 
-_DEEPSEEK_V32 = msgspec.structs.replace(
+_DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     defaults=MappingProxyType(
         {**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163_840, "index_topk": 2048}
@@ -1048,7 +1032,7 @@ _GLM_LATENT_SIZES: Mapping[str, object] = MappingProxyType(
     }
 )
 
-_GLM4_MOE_LITE = msgspec.structs.replace(
+_GLM4_MOE_LITE = replace(
     _DEEPSEEK_V3,
     defaults=MappingProxyType(
         {
@@ -1065,7 +1049,7 @@ _GLM4_MOE_LITE = msgspec.structs.replace(
     sparse=patterns.listed_sparse,
 )
 
-_GLM_MOE_DSA = msgspec.structs.replace(
+_GLM_MOE_DSA = replace(
     _DEEPSEEK_V32,
     defaults=MappingProxyType({**_DEEPSEEK_V32.defaults, **_GLM_LATENT_SIZES, "q_lora_rank": 2048}),
 )
@@ -1077,14 +1061,7 @@ _YOUTU = Architecture(
     latent=patterns.latent_attention,
 )
 
-_KIMI_K25 = msgspec.structs.replace(
-    _DEEPSEEK_V3,
-    naming=TensorNaming(
-        prefixes=("language_model.model.", "model.language_model."),
-        heads=("language_model.lm_head.weight", "lm_head.weight"),
-        ignored=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
-    ),
-)
+_KIMI_K25 = replace(_DEEPSEEK_V3, naming=_wrapped(STANDARD_NAMING))
 
 _QWEN2_MOE = Architecture(
     defaults=_defaults(
@@ -1181,7 +1158,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "PhiForCausalLM": _PHI,
         "ArceeForCausalLM": _ARCEE,
         "Gemma4ForCausalLM": _GEMMA4,
-        "Gemma4ForConditionalGeneration": replace(_GEMMA4, naming=_wrapped(_GEMMA4.naming)),
+        "Gemma4ForConditionalGeneration": _GEMMA4,
     }
 )
 

@@ -256,7 +256,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     def _ignored(self, tensor: StoredTensor) -> bool:
         """Tensors that compute nothing here: old buffers, a vision tower, another head."""
         name = tensor.name
-        if name.startswith(self.spec.naming.ignored) or _BUFFERS.fullmatch(name):
+        if _BUFFERS.fullmatch(name):
             return True
         module = self.spec.naming.ignored_module
         if module is not None and f".{module}." in name:
