@@ -1248,6 +1248,26 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def text_part(architecture: Architecture) -> Architecture:
-    """The architecture as part of a larger model, whose other tensors are left out."""
-    return replace(architecture, naming=_wrapped(architecture.naming))
+# Sizes of transformers' config classes, which the text part of older files leaves out: vocabulary,
+# hidden and intermediate size, layers, heads.
+_SIZES_OF_TEXT: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": (32_000, 4096, 11_008, 32, 32),
+        "MistralForCausalLM": (32_000, 4096, 14_336, 32, 32),
+        "Qwen2ForCausalLM": (151_936, 4096, 22_016, 32, 32),
+        "Qwen3ForCausalLM": (151_936, 4096, 22_016, 32, 32),
+        "Cohere2ForCausalLM": (256_000, 8192, 22_528, 40, 64),
+    }
+)
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+
+
+def text_part(name: str) -> Architecture:
+    """An architecture of the table as part of a larger model, whose other tensors are left out."""
+    architecture = ARCHITECTURES[name]
+    sizes = dict(zip(_SIZE_KEYS, _SIZES_OF_TEXT.get(name, ()), strict=False))
+    defaults = MappingProxyType({**sizes, **architecture.defaults})
+    return replace(architecture, defaults=defaults, naming=_wrapped(architecture.naming))

@@ -171,7 +171,7 @@ def _architecture(config: Mapping[str, object], name: str) -> Architecture:
             f"the text part of {name} is {inner!r}, which Quickstep does not run natively; its "
             f"text part may be {', '.join(sorted(ARCHITECTURES))}"
         )
-    return text_part(ARCHITECTURES[inner])
+    return text_part(inner)
 
 
 def _architecture_name(config: Mapping[str, object]) -> str:

@@ -584,6 +584,111 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             | {"rope_theta": 5_000_000}
         },
     ),
+    "llava-1.5-7b-hf": (
+        6_738_939_904,
+        {"architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100}
+        | {"image_token_index": 32_000, "model_type": "llava", "pad_token_id": 32_001}
+        | {"projector_hidden_act": "gelu", "tie_word_embeddings": False}
+        | {"vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model"}}
+        | {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+        | {"vocab_size": 32_064}
+        | {
+            "text_config": {
+                "_name_or_path": "lmsys/vicuna-7b-v1.5",
+                "architectures": ["LlamaForCausalLM"],
+            }
+            | {"max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05}
+            | {"torch_dtype": "float16", "vocab_size": 32_064}
+        },
+    ),
+    "llava-v1.6-mistral-7b-hf": (
+        7_242_256_384,
+        {"architectures": ["LlavaNextForConditionalGeneration"]}
+        | {"image_grid_pinpoints": [[336, 672]], "image_token_index": 32_000}
+        | {"model_type": "llava_next", "projector_hidden_act": "gelu"}
+        | {"tie_word_embeddings": False, "use_image_newline_parameter": True}
+        | {"vision_config": {"hidden_size": 1024}}
+        | {
+            "text_config": {"_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2"}
+            | {"architectures": ["MistralForCausalLM"], "intermediate_size": 14_336}
+            | {"max_position_embeddings": 32_768, "model_type": "mistral", "num_key_value_heads": 8}
+            | {"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None}
+            | {"torch_dtype": "bfloat16", "vocab_size": 32_064}
+        },
+    ),
+    "pixtral-12b": (
+        12_247_782_400,
+        {"architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100}
+        | {"image_seq_length": 1, "image_token_index": 10, "model_type": "llava"}
+        | {"projector_hidden_act": "gelu"}
+        | {"vision_config": {"head_dim": 64, "hidden_size": 1024, "model_type": "pixtral"}}
+        | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+        | {
+            "text_config": {"head_dim": 128, "hidden_size": 5120, "intermediate_size": 14_336}
+            | {"is_composition": True, "max_position_embeddings": 1_024_000}
+            | {"model_type": "mistral", "num_hidden_layers": 40, "num_key_value_heads": 8}
+            | {"rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None}
+            | {"vocab_size": 131_072}
+        },
+    ),
+    "Qwen2-VL-7B": (
+        7_615_616_512,
+        sizes(152_064, 3584, 18_944, 28, 28, 4)
+        | {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": 151_655}
+        | {"max_position_embeddings": 32_768, "max_window_layers": 28, "model_type": "qwen2_vl"}
+        | {"rms_norm_eps": 1e-06}
+        | {"rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}}
+        | {"rope_theta": 1000000.0, "sliding_window": 32_768, "tie_word_embeddings": False}
+        | {"use_sliding_window": False, "video_token_id": 151_656}
+        | {"vision_config": {"depth": 32}, "vision_end_token_id": 151_653}
+        | {"vision_start_token_id": 151_652, "vision_token_id": 151_654},
+    ),
+    "Qwen2.5-VL-3B": (
+        3_085_938_688,
+        sizes(151_936, 2048, 11_008, 36, 16, 2)
+        | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": 151_655}
+        | {"max_position_embeddings": 128_000, "max_window_layers": 70}
+        | {"model_type": "qwen2_5_vl", "rms_norm_eps": 1e-06}
+        | {
+            "rope_scaling": {
+                "mrope_section": [16, 24, 24],
+                "rope_type": "default",
+                "type": "default",
+            }
+        }
+        | {"rope_theta": 1000000.0, "sliding_window": 32_768, "tie_word_embeddings": True}
+        | {"use_sliding_window": False, "video_token_id": 151_656}
+        | {"vision_config": {"depth": 32}},
+    ),
+    "Mistral-Small-3.1-24B": (
+        23_572_403_200,
+        {"architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10}
+        | {"model_type": "mistral3", "multimodal_projector_bias": False}
+        | {"projector_hidden_act": "gelu", "spatial_merge_size": 2}
+        | {"vision_config": {"hidden_size": 1024}, "vision_feature_layer": -1}
+        | {
+            "text_config": sizes(131_072, 5120, 32_768, 40, 32, 8)
+            | {"head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131_072}
+            | {"model_type": "mistral", "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0}
+            | {"sliding_window": None, "use_cache": True}
+        },
+    ),
+    "gemma-3-4b-it": (
+        3_880_263_168,
+        {"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255_999}
+        | {"eoi_token_index": 256_000, "image_token_index": 262_144, "mm_tokens_per_image": 256}
+        | {"model_type": "gemma3"}
+        | {"vision_config": {"hidden_size": 1152, "vision_use_head": False}}
+        | {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10_240,
+                "model_type": "gemma3_text",
+            }
+            | {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+            | {"sliding_window": 1024}
+        },
+    ),
 }
 
 # published in billions only; GLM-5 without its indexer
@@ -688,6 +793,22 @@ ROUNDED: dict[str, tuple[int, dict[str, Any]]] = {
         | {"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": True}
         | {"rope_scaling": None, "rope_theta": 1_600_000, "tie_word_embeddings": True}
         | {"v_head_dim": 128},
+    ),
+    "Qwen2-Audio-7B": (
+        8,
+        {"architectures": ["Qwen2AudioForConditionalGeneration"]}
+        | {"audio_config": {"model_type": "qwen2_audio_encoder"}, "audio_token_index": 151_646}
+        | {"ignore_index": -100, "model_type": "qwen2_audio", "vocab_size": 156_032}
+        | {
+            "text_config": {
+                "bos_token_id": 151_643,
+                "eos_token_id": 151_645,
+                "intermediate_size": 11_008,
+            }
+            | {"max_position_embeddings": 8192, "model_type": "qwen2", "rms_norm_eps": 1e-05}
+            | {"rope_theta": 10_000, "sliding_window": 32_768, "torch_dtype": "bfloat16"}
+            | {"use_mrope": False, "vocab_size": 156_032}
+        },
     ),
 }
 

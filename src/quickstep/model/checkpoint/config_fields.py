@@ -25,7 +25,7 @@ _HARMLESS_NAMES = """
     id2label label2id num_labels problem_type task_specific_params finetuning_task tokenizer_class
     prefix return_dict return_dict_in_generate output_attentions output_hidden_states
     output_router_logits output_scores torchscript use_bfloat16 tf_legacy_loss pruned_heads
-    attn_implementation cache_implementation chunk_size_feed_forward is_decoder
+    attn_implementation cache_implementation chunk_size_feed_forward is_composition is_decoder
     is_llama_config do_sample temperature top_k top_p typical_p num_beams num_beam_groups
     diversity_penalty length_penalty repetition_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids min_length max_length early_stopping
