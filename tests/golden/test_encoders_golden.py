@@ -36,8 +36,9 @@ def test_states_are_those_of_transformers_in_every_batch(tmp_path: Path, family:
             (Pooling.MEAN, lambda hidden: hidden.mean(0)),
             (Pooling.LAST, lambda hidden: hidden[-1]),
         ):
-            outputs = llm.embed(TEXTS, use_tqdm=False, pooling=pooling)
-            for text, output in zip(TEXTS, outputs, strict=True):
+            texts = [*TEXTS, "a [SEP] in a text"]  # which is no pair
+            outputs = llm.embed(texts, use_tqdm=False, pooling=pooling)
+            for text, output in zip(texts, outputs, strict=True):
                 expected = normalised(pool(states(reference, encode(text))))
                 found = torch.tensor(output.outputs.embedding)
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

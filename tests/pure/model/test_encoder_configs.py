@@ -134,7 +134,7 @@ def test_a_released_config_is_read(tmp_path: Path, name: str) -> None:
     is_roberta = spec.encoder.family == "roberta"
     assert spec.encoder.first_position == (2 if is_roberta else 0)
     assert spec.max_model_len == (num_positions - 2 if is_roberta else num_positions)
-    assert spec.encoder.separator_id == (102 if spec.encoder.family == "bert" else None)
+    assert spec.encoder.separator_id == (102 if name == "ms-marco-MiniLM-L6-v2" else None)
     assert spec.norm_eps == config["layer_norm_eps"]
 
 
@@ -153,7 +153,7 @@ def test_positions_of_roberta_start_after_those_of_padding_without_a_key_too(
 
 
 def test_segments_of_roberta_are_all_the_first_one(tmp_path: Path) -> None:
-    spec = read(tmp_path, PUBLISHED["bge-m3"] | {"type_vocab_size": 2})
+    spec = read(tmp_path, PUBLISHED["bge-reranker-v2-m3"] | {"type_vocab_size": 2})
     assert spec.encoder is not None and spec.encoder.separator_id is None
 
 

@@ -135,13 +135,15 @@ def _bert(
     if family == "roberta":
         first = (fields.optional_integer("pad_token_id") or 0) + 1
     segments = fields.integer("type_vocab_size")
+    # an embedding is of one text, also where that says [SEP]
+    reads_pairs = family == "bert" and segments > 1 and labels is not None
     encoder = EncoderSpec(
         family=family,
         activation=_activation(fields, "hidden_act"),
         first_position=first,
         num_positions=num_positions,
         num_segments=segments,
-        separator_id=_separator_id(path) if family == "bert" and segments > 1 else None,
+        separator_id=_separator_id(path) if reads_pairs else None,
         head=None if labels is None else HeadSpec(labels),
     )
     return encoder, num_positions - first
