@@ -257,9 +257,7 @@ _OLMOE = Architecture(
         max_position_embeddings=4096,
         num_experts_per_tok=8,
         num_experts=64,
-        clip_qkv=None,
     ),
-    neutral=MappingProxyType({"clip_qkv": None}),
     bias_key="attention_bias",
     qk_norm=QKNorm.FULL,
     experts=patterns.olmoe_experts,
@@ -716,7 +714,6 @@ _ERNIE4_5_MOE = Architecture(
         moe_layer_start_index=1,
         moe_layer_end_index=-1,
         moe_layer_interval=1,
-        moe_norm_min=1e-12,
     ),
     neutral=MappingProxyType(
         {"use_rmsnorm": True, "moe_use_aux_free": True, "moe_gate": "topk", "moe_norm_min": 1e-12}

@@ -104,11 +104,7 @@ def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     listed = fields.sequence("layer_types")
     period = fields.optional_integer("full_attention_interval") or 4
     fields.optional_integer("mtp_num_hidden_layers")  # of a head for drafts, not computed
-    gate = fields.text("output_gate_type")
-    if gate not in ("", "swish", "silu"):
-        raise ConfigError(
-            f"{fields.source} sets 'output_gate_type' to {gate!r}; supported are 'swish' and 'silu'"
-        )
+    _only(fields, "output_gate_type", "swish")
     if listed is None:
         kinds = ("linear_attention", "full_attention")
         listed = [kinds[(i + 1) % period == 0] for i in range(num_layers)]
@@ -531,7 +527,7 @@ def listed_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 
 
 def deepseek_experts(fields: ConfigFields) -> MoESpec:
-    """DeepSeek-V3's: GLM's, which are of it."""
+    """As GLM's, with the keys that only DeepSeek's files have."""
     _only(fields, "topk_method", "noaux_tc")
     _only(fields, "scoring_func", "sigmoid")
     _read_training_keys(fields)
