@@ -497,7 +497,6 @@ _COHERE_NEUTRAL: Mapping[str, object] = MappingProxyType(
         "position_embedding_type": "rope_gptj",
         "rotary_pct": 1.0,
         "use_embedding_sharing": True,
-        "use_parallel_embedding": True,
         "order_of_interleaved_layers": "local_attn_first",
     }
 )
@@ -580,10 +579,8 @@ _STARCODER2 = Architecture(
     neutral=MappingProxyType(
         {
             "activation_function": "gelu",  # `hidden_act` is the one in force
-            "attention_softmax_in_fp32": True,
             "mlp_type": "default",
             "norm_type": "layer_norm",
-            "scale_attention_softmax_in_fp32": True,
             "scale_attn_weights": True,
         }
     ),

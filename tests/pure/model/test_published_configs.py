@@ -854,6 +854,14 @@ def test_another_value_than_the_published_one_is_refused_by_name(
         parse_spec(COMMON | config)
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_keys_of_precision_and_of_training_pass_at_any_value(value: bool) -> None:
+    config = COMMON | PUBLISHED["starcoder2-15b"][1] | {"attention_softmax_in_fp32": value}
+    assert parse_spec(config | {"scale_attention_softmax_in_fp32": value}).notes == ()
+    config = COMMON | PUBLISHED["c4ai-command-r7b-12-2024"][1]
+    assert parse_spec(config | {"use_parallel_embedding": value}).notes == ()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_lfm2_calls_the_tied_head_by_another_name(tied: bool) -> None:
     config = COMMON | PUBLISHED["LFM2-1.2B"][1] | {"tie_embedding": tied}

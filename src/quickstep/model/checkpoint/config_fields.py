@@ -32,6 +32,7 @@ _HARMLESS_NAMES = """
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id
     tie_encoder_decoder embd_pdrop resid_pdrop
+    attention_softmax_in_fp32 scale_attention_softmax_in_fp32 use_parallel_embedding
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 # of other programs, and of other modalities than text
