@@ -76,6 +76,7 @@ def save(family: str, path: Path) -> transformers.PreTrainedModel:
     text, vision, _ = WRAPPED[family]
     config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision)
     model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+    torch.manual_seed(0)
     model = randomise(model_class(config), 0)
     model.save_pretrained(path)
     return model

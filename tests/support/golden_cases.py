@@ -52,6 +52,7 @@ class Case:
         family = self.family.removesuffix("Text")
         head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
         model_class = getattr(transformers, f"{family}{head}")
+        torch.manual_seed(seed)  # some parameters begin at random (A_log of Qwen3.5)
         model = randomise(model_class(self.config()), seed)
         model.save_pretrained(path)
         return model
