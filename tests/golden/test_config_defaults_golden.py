@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from quickstep.errors import ConfigError
-from quickstep.model.architectures import ARCHITECTURES
+from quickstep.model.architectures import ARCHITECTURES, WRAPPERS
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 
@@ -124,3 +124,11 @@ def test_a_config_that_leaves_out_all_defaults_reads_as_the_complete_one(archite
     assert parse(architecture, sizes) == parse(architecture, config.to_dict())
     written = config.to_diff_dict()  # as `save_pretrained` writes it
     assert parse(architecture, sizes | written) == parse(architecture, config.to_dict())
+
+
+@pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
+def test_a_text_part_that_leaves_out_its_sizes_has_those_of_its_class(wrapper: str) -> None:
+    text = config_class(WRAPPERS[wrapper])(pad_token_id=0)
+    outer = {"architectures": [wrapper]}
+    expected = parse_spec(outer | {"text_config": text.to_dict()})
+    assert parse_spec(outer | {"text_config": {"model_type": text.model_type}}) == expected

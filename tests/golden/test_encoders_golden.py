@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_encoders import FAMILIES, write_encoder
 
 from quickstep import LLM
@@ -35,8 +36,9 @@ def test_states_are_those_of_transformers_in_every_batch(tmp_path: Path, family:
             (Pooling.MEAN, lambda hidden: hidden.mean(0)),
             (Pooling.LAST, lambda hidden: hidden[-1]),
         ):
-            outputs = llm.embed(TEXTS, use_tqdm=False, pooling=pooling)
-            for text, output in zip(TEXTS, outputs, strict=True):
+            texts = [*TEXTS, "a [SEP] in a text"]  # which is no pair
+            outputs = llm.embed(texts, use_tqdm=False, pooling=pooling)
+            for text, output in zip(texts, outputs, strict=True):
                 expected = normalised(pool(states(reference, encode(text))))
                 found = torch.tensor(output.outputs.embedding)
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -96,6 +98,21 @@ def test_heads_are_those_of_transformers(tmp_path: Path, family: str, labels: in
             assert output.outputs.score == pytest.approx(torch.sigmoid(logit).item(), abs=1e-5)
         with pytest.raises(RequestError, match="no embeddings"):
             llm.embed("a")
+
+
+def test_norms_by_the_names_of_tensorflow_are_read(tmp_path: Path) -> None:
+    reference = write_encoder(tmp_path, "Bert")
+    file = tmp_path / "model.safetensors"
+    older = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): value
+        for name, value in load_file(file).items()
+    }
+    save_file(older, file)
+    with LLM(str(tmp_path), num_threads=1) as llm:
+        [output] = llm.embed("cats", use_tqdm=False)
+        expected = normalised(states(reference, llm.get_tokenizer().encode("cats"))[0])
+        found = torch.tensor(output.outputs.embedding)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_the_longest_text_is_that_of_the_card(tmp_path: Path) -> None:

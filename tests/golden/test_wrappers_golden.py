@@ -39,12 +39,36 @@ PIXTRAL = {
 CLIP = PIXTRAL | {"model_type": "clip_vision_model", "projection_dim": 32}
 QWEN3_TOWER = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+DELTA = {
+    "num_hidden_layers": 3,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 WRAPPED = {
     "Qwen2_5_VL": (TEXT | MROPE, TOWER | {"fullatt_block_indexes": [0]}, "visual"),
     "Qwen3VL": (TEXT | MROPE, QWEN3_TOWER, "visual"),
     "Qwen3VLMoe": (TEXT | MROPE | EXPERTS, QWEN3_TOWER, "visual"),
     "Mistral3": (TEXT | {"model_type": "mistral"}, PIXTRAL, "vision_tower"),
     "Llava": (TEXT | {"model_type": "qwen2"}, CLIP, "multi_modal_projector"),
+    "LlavaOnevision": (
+        TEXT | {"model_type": "qwen2", "tie_word_embeddings": True},
+        SIGLIP,
+        "multi_modal_projector",
+    ),
+    "Gemma3": (TEXT | {"sliding_window": 6}, SIGLIP, "vision_tower"),
+    "Qwen3_5": (TEXT | DELTA, QWEN3_TOWER, "visual"),
 }
 
 
@@ -52,6 +76,7 @@ def save(family: str, path: Path) -> transformers.PreTrainedModel:
     text, vision, _ = WRAPPED[family]
     config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision)
     model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+    torch.manual_seed(0)
     model = randomise(model_class(config), 0)
     model.save_pretrained(path)
     return model

@@ -96,6 +96,8 @@ class Architecture(msgspec.Struct, frozen=True):
     Attributes:
         defaults: Values for keys that a config may leave out.
         neutral: Keys with the one value at which they change nothing.
+        repeated: Keys that say the same as others, by the others' names.
+        tied_key: Another name of `tie_word_embeddings`, which has priority.
         activation_key: The config key of the activation.
         bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
         output_bias_key: The key of o's bias, where that has one of its own.
@@ -121,6 +123,8 @@ class Architecture(msgspec.Struct, frozen=True):
 
     defaults: Mapping[str, object]
     neutral: Mapping[str, object] = msgspec.field(default_factory=dict)
+    repeated: Mapping[str, str] = msgspec.field(default_factory=dict)
+    tied_key: str | None = None
     activation_key: str = "hidden_act"
     bias_key: str | None = None
     output_bias_key: str | None = None
@@ -163,6 +167,16 @@ class Architecture(msgspec.Struct, frozen=True):
 def _defaults(**values: object) -> Mapping[str, object]:
     common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
     return MappingProxyType(common | values)
+
+
+def _wrapped(naming: TensorNaming) -> TensorNaming:
+    """As part of a larger model, under the names that these have had."""
+    return replace(
+        naming,
+        prefixes=("model.language_model.", "language_model.model.", "model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        wrapped=True,
+    )
 
 
 _LLAMA = Architecture(
@@ -243,9 +257,7 @@ _OLMOE = Architecture(
         max_position_embeddings=4096,
         num_experts_per_tok=8,
         num_experts=64,
-        clip_qkv=None,
     ),
-    neutral=MappingProxyType({"clip_qkv": None}),
     bias_key="attention_bias",
     qk_norm=QKNorm.FULL,
     experts=patterns.olmoe_experts,
@@ -322,16 +334,7 @@ _GEMMA3 = Architecture(
     scale=_gemma_scale,
     windows=patterns.gemma3_windows,
     ropes=patterns.gemma3_ropes,
-    naming=TensorNaming(
-        prefixes=("model.", "language_model.model.", "model.language_model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        ignored=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
-    ),
+    naming=_wrapped(STANDARD_NAMING),
 )
 
 _PHI3 = Architecture(
@@ -474,10 +477,7 @@ _GEMMA4 = Architecture(
     value_norm=True,
     layer_scalars=True,
     layer_inputs=patterns.gemma4_inputs,
-    naming=TensorNaming(
-        router="router.proj",
-        experts="experts",
-    ),
+    naming=_wrapped(TensorNaming(router="router.proj", experts="experts")),
 )
 
 
@@ -497,7 +497,6 @@ _COHERE_NEUTRAL: Mapping[str, object] = MappingProxyType(
         "position_embedding_type": "rope_gptj",
         "rotary_pct": 1.0,
         "use_embedding_sharing": True,
-        "use_parallel_embedding": True,
         "order_of_interleaved_layers": "local_attn_first",
     }
 )
@@ -534,6 +533,9 @@ _NEMOTRON = Architecture(
         max_position_embeddings=4096,
         partial_rotary_factor=0.5,
     ),
+    repeated=MappingProxyType(
+        dict.fromkeys(("rope_percent", "rope_percentage"), "partial_rotary_factor")
+    ),
     bias_key="attention_bias",
     mlp_bias_key="mlp_bias",
     norm_offset=1.0,
@@ -549,6 +551,13 @@ _STABLELM = Architecture(
         num_key_value_heads=32,
         max_position_embeddings=4096,
         partial_rotary_factor=0.25,
+    ),
+    repeated=MappingProxyType(
+        {
+            "norm_eps": "layer_norm_eps",
+            "num_heads": "num_attention_heads",
+            "rope_pct": "partial_rotary_factor",
+        }
     ),
     bias_key="use_qkv_bias",
     output_bias=False,
@@ -567,6 +576,15 @@ _STARCODER2 = Architecture(
         use_bias=True,
         tie_word_embeddings=True,
     ),
+    neutral=MappingProxyType(
+        {
+            "activation_function": "gelu",  # `hidden_act` is the one in force
+            "mlp_type": "default",
+            "norm_type": "layer_norm",
+            "scale_attn_weights": True,
+        }
+    ),
+    repeated=MappingProxyType({"layer_norm_epsilon": "norm_epsilon"}),
     bias_key="use_bias",
     mlp_bias_key="use_bias",
     layer_norm=True,
@@ -616,16 +634,6 @@ _ARCEE = Architecture(
     mlp_bias_key="mlp_bias",
     gated=False,
 )
-
-
-def _wrapped(naming: TensorNaming) -> TensorNaming:
-    """As part of a larger model, under the names that these have had."""
-    return replace(
-        naming,
-        prefixes=("model.language_model.", "language_model.model.", "model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        wrapped=True,
-    )
 
 
 _QWEN3_VL_MOE = replace(
@@ -703,7 +711,6 @@ _ERNIE4_5_MOE = Architecture(
         moe_layer_start_index=1,
         moe_layer_end_index=-1,
         moe_layer_interval=1,
-        moe_norm_min=1e-12,
     ),
     neutral=MappingProxyType(
         {"use_rmsnorm": True, "moe_use_aux_free": True, "moe_gate": "topk", "moe_norm_min": 1e-12}
@@ -855,7 +862,18 @@ _LFM2 = Architecture(
         block_auto_adjust_ff_dim=True,
         tie_word_embeddings=True,
     ),
-    neutral=MappingProxyType({"block_use_swiglu": True, "conv_use_xavier_init": True}),
+    neutral=MappingProxyType({"block_use_swiglu": True, "use_pos_enc": True}),
+    repeated=MappingProxyType(
+        {
+            "block_dim": "hidden_size",
+            "block_norm_eps": "norm_eps",
+            "conv_dim": "hidden_size",
+            "conv_dim_out": "hidden_size",
+            "num_heads": "num_attention_heads",
+            "theta": "rope_theta",
+        }
+    ),
+    tied_key="tie_embedding",
     norm_eps_key="norm_eps",
     qk_norm=QKNorm.HEAD,
     windows=patterns.no_windows,
@@ -893,17 +911,14 @@ _QWEN3_5 = Architecture(
         linear_num_value_heads=32,
         attention_bias=False,
     ),
+    neutral=MappingProxyType({"attn_output_gate": True, "mamba_ssm_dtype": "float32"}),
     bias_key="attention_bias",
     norm_offset=1.0,
     qk_norm=QKNorm.HEAD,
     attention_gate=True,
     windows=patterns.no_windows,
     mixers=patterns.delta_mixers,
-    naming=TensorNaming(
-        prefixes=("model.", "model.language_model.", "language_model.model."),
-        heads=("lm_head.weight", "language_model.lm_head.weight"),
-        ignored=("model.visual.", "visual.", "mtp."),
-    ),
+    naming=_wrapped(STANDARD_NAMING),
 )
 
 _GRANITE_HYBRID = Architecture(
@@ -990,7 +1005,7 @@ _DEEPSEEK_V3 = Architecture(
     latent=patterns.latent_attention,
 )
 
-_DEEPSEEK_V32 = msgspec.structs.replace(
+_DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     defaults=MappingProxyType(
         {**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163_840, "index_topk": 2048}
@@ -1011,7 +1026,7 @@ _GLM_LATENT_SIZES: Mapping[str, object] = MappingProxyType(
     }
 )
 
-_GLM4_MOE_LITE = msgspec.structs.replace(
+_GLM4_MOE_LITE = replace(
     _DEEPSEEK_V3,
     defaults=MappingProxyType(
         {
@@ -1028,7 +1043,7 @@ _GLM4_MOE_LITE = msgspec.structs.replace(
     sparse=patterns.listed_sparse,
 )
 
-_GLM_MOE_DSA = msgspec.structs.replace(
+_GLM_MOE_DSA = replace(
     _DEEPSEEK_V32,
     defaults=MappingProxyType({**_DEEPSEEK_V32.defaults, **_GLM_LATENT_SIZES, "q_lora_rank": 2048}),
 )
@@ -1040,14 +1055,7 @@ _YOUTU = Architecture(
     latent=patterns.latent_attention,
 )
 
-_KIMI_K25 = msgspec.structs.replace(
-    _DEEPSEEK_V3,
-    naming=TensorNaming(
-        prefixes=("language_model.model.", "model.language_model."),
-        heads=("language_model.lm_head.weight", "lm_head.weight"),
-        ignored=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
-    ),
-)
+_KIMI_K25 = replace(_DEEPSEEK_V3, naming=_wrapped(STANDARD_NAMING))
 
 _QWEN2_MOE = Architecture(
     defaults=_defaults(
@@ -1144,7 +1152,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "PhiForCausalLM": _PHI,
         "ArceeForCausalLM": _ARCEE,
         "Gemma4ForCausalLM": _GEMMA4,
-        "Gemma4ForConditionalGeneration": replace(_GEMMA4, naming=_wrapped(_GEMMA4.naming)),
+        "Gemma4ForConditionalGeneration": _GEMMA4,
     }
 )
 
@@ -1234,6 +1242,26 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def text_part(architecture: Architecture) -> Architecture:
-    """The architecture as part of a larger model, whose other tensors are left out."""
-    return replace(architecture, naming=_wrapped(architecture.naming))
+# Sizes of transformers' config classes, which the text part of older files leaves out: vocabulary,
+# hidden and intermediate size, layers, heads.
+_SIZES_OF_TEXT: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": (32_000, 4096, 11_008, 32, 32),
+        "MistralForCausalLM": (32_000, 4096, 14_336, 32, 32),
+        "Qwen2ForCausalLM": (151_936, 4096, 22_016, 32, 32),
+        "Qwen3ForCausalLM": (151_936, 4096, 22_016, 32, 32),
+        "Cohere2ForCausalLM": (256_000, 8192, 22_528, 40, 64),
+    }
+)
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+
+
+def text_part(name: str) -> Architecture:
+    """An architecture of the table as part of a larger model, whose other tensors are left out."""
+    architecture = ARCHITECTURES[name]
+    sizes = dict(zip(_SIZE_KEYS, _SIZES_OF_TEXT.get(name, ()), strict=False))
+    defaults = MappingProxyType({**sizes, **architecture.defaults})
+    return replace(architecture, defaults=defaults, naming=_wrapped(architecture.naming))

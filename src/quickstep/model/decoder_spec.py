@@ -342,7 +342,6 @@ class TensorNaming(msgspec.Struct, frozen=True):
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         gate_above_up: In such a tensor, an expert's gate is above its up; otherwise their rows are
             in turn.
-        ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
         wrapped: The decoder is the text part of a larger model: what is outside of its prefix is
             of the other parts.
         bias_row: `selection_bias` is stored as one row [1, E].
@@ -360,7 +359,6 @@ class TensorNaming(msgspec.Struct, frozen=True):
     fused_experts: bool = False
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts"
-    ignored: tuple[str, ...] = ()
     wrapped: bool = False
     bias_row: bool = False
     gate_above_up: bool = False

@@ -103,6 +103,8 @@ def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
     listed = fields.sequence("layer_types")
     period = fields.optional_integer("full_attention_interval") or 4
+    fields.optional_integer("mtp_num_hidden_layers")  # of a head for drafts, not computed
+    _only(fields, "output_gate_type", "swish")
     if listed is None:
         kinds = ("linear_attention", "full_attention")
         listed = [kinds[(i + 1) % period == 0] for i in range(num_layers)]
@@ -431,12 +433,7 @@ def olmoe_experts(fields: ConfigFields) -> MoESpec:
 def gpt_oss_experts(fields: ConfigFields) -> MoESpec:
     """Biases everywhere, and a softmax over only the chosen experts."""
     chosen = fields.integer("num_experts_per_tok")
-    again = fields.optional_integer("experts_per_token")  # as the released files have it, too
-    if again not in (None, chosen):
-        raise ConfigError(
-            f"{fields.source} sets num_experts_per_tok to {chosen} and experts_per_token to "
-            f"{again}; they mean the same"
-        )
+    fields.repeated("experts_per_token", "num_experts_per_tok")
     return MoESpec(
         num_experts=fields.integer("num_local_experts"),
         experts_per_token=chosen,
@@ -530,7 +527,7 @@ def listed_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 
 
 def deepseek_experts(fields: ConfigFields) -> MoESpec:
-    """DeepSeek-V3's: GLM's, which are of it."""
+    """As GLM's, with the keys that only DeepSeek's files have."""
     _only(fields, "topk_method", "noaux_tc")
     _only(fields, "scoring_func", "sigmoid")
     _read_training_keys(fields)
@@ -694,6 +691,7 @@ def ernie_experts(fields: ConfigFields) -> MoESpec:
 
 def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Each `moe_layer_interval`-th layer, from one to another."""
+    fields.optional_integer("num_nextn_predict_layers")  # after the last one, not computed
     first = fields.optional_integer("moe_layer_start_index") or 0
     last = fields.optional_integer("moe_layer_end_index")
     last = num_layers - 1 if last in (None, -1) else last
@@ -716,7 +714,8 @@ def gemma4_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes
     if given is not None:
         full, sliding = _nested(given, "full_attention"), _nested(given, "sliding_attention")
     windows = gemma4_windows(fields, num_layers)
-    wide = {_full_size(fields, i) or head_size for i, w in enumerate(windows) if w is None}
+    own = _per_layer(fields, num_layers)
+    wide = {_full_size(fields, own, i) or head_size for i, w in enumerate(windows) if w is None}
     if len(wide) > 1:
         raise ConfigError(
             f"{fields.source} has full layers of several head sizes; one is supported"
@@ -729,25 +728,47 @@ def gemma4_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes
     return Ropes(specs, of_layer, extended_len(specs[0], max_positions))
 
 
-def _full_size(fields: ConfigFields, layer: int) -> int | None:
-    """The head size of a full layer: newer files list what differs in each."""
+OwnSizes = Mapping[int, Mapping[str, int]]
+
+
+def _full_size(fields: ConfigFields, own: OwnSizes | None, layer: int) -> int | None:
+    """The head size of a full layer; None for that of the model."""
+    if own is None:
+        return fields.optional_integer("global_head_dim")
+    return own.get(layer, {}).get("head_dim")
+
+
+def _per_layer(fields: ConfigFields, num_layers: int) -> OwnSizes | None:
+    """What newer files list of each layer that differs; None without a list. A layer's number may
+    have zeros in front.
+    """
     listed = fields.mapping("per_layer_config")
-    if listed is not None:
-        size = _of_layer(listed, layer).get("head_dim")
-        return size if isinstance(size, int) else None
-    return fields.optional_integer("global_head_dim")
-
-
-def _of_layer(listed: Mapping[str, object], layer: int) -> Mapping[str, object]:
-    found = listed.get(str(layer))
-    return found if isinstance(found, Mapping) else {}
+    if listed is None:
+        return None
+    found: dict[int, Mapping[str, int]] = {}
+    for name, values in listed.items():
+        index = int(name) if name.isdecimal() else num_layers
+        if index >= num_layers or not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{fields.source} has {name!r} in per_layer_config; it must be one of "
+                f"{num_layers} layers with an object"
+            )
+        for key, value in values.items():
+            if key not in ("head_dim", "num_key_value_heads") or not isinstance(value, int):
+                raise ConfigError(
+                    f"{fields.source} sets {key!r} of layer {index} to {value!r} in "
+                    "per_layer_config; supported are numbers of 'head_dim' and "
+                    "'num_key_value_heads'"
+                )
+        found[index] = dict(values)
+    return found
 
 
 def gemma4_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Full layers have other heads; the last layers read the keys of the last one of their kind
     before them.
     """
-    listed = fields.mapping("per_layer_config")
+    own = _per_layer(fields, len(layers))
     one_projection = fields.flag("attention_k_eq_v")
     of_full = fields.optional_integer("num_global_key_value_heads") if one_projection else None
     first_shared = len(layers) - (fields.optional_integer("num_kv_shared_layers") or 0)
@@ -756,14 +777,17 @@ def gemma4_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[L
     found = []
     for index, layer in enumerate(layers):
         if layer.window is None:
-            heads: object = of_full
-            if listed is not None:
-                heads = _of_layer(listed, index).get("num_key_value_heads")
+            heads = of_full if own is None else own.get(index, {}).get("num_key_value_heads")
             layer = replace(
                 layer,
-                head_size=_full_size(fields, index),
-                num_kv_heads=heads if isinstance(heads, int) else None,
+                head_size=_full_size(fields, own, index),
+                num_kv_heads=heads,
                 values_are_keys=one_projection,
+            )
+        elif own is not None and index in own:
+            raise ConfigError(
+                f"{fields.source} has layer {index} in per_layer_config, which has a window; "
+                "supported are full layers"
             )
         if index >= first_shared:
             before = [i for i in range(first_shared) if layers[i].window == layer.window]

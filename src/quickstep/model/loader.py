@@ -336,16 +336,17 @@ class _Packing:
         if not (stage.is_first or stage.is_last):
             return None, None
         if not names.head_stored:
-            packed = self._matrix((names.embed_tokens,))
+            packed = self._matrix((names.embed_tokens,), self._head_bias(names.lm_head))
             return packed if stage.is_first else None, packed if stage.is_last else None
         return (
             self._embedding(names.embed_tokens) if stage.is_first else None,
-            self._head(names.lm_head) if stage.is_last else None,
+            self._matrix((names.lm_head,), self._head_bias(names.lm_head))
+            if stage.is_last
+            else None,
         )
 
-    def _head(self, name: str) -> LinearWeight:
-        bias = self._reader.tensor(bias_of(name)) if self._spec.head_bias else None
-        return self._matrix((name,), bias)
+    def _head_bias(self, name: str) -> AnyTensor | None:
+        return self._reader.tensor(bias_of(name)) if self._spec.head_bias else None
 
     def _embedding(self, name: str) -> AnyTensor | LinearWeight:
         """An embedding that is no projection, packed where that needs no second copy of it or it is

@@ -80,9 +80,10 @@ class RopeSpec(msgspec.Struct, frozen=True):
 _KINDS: Mapping[str, RopeKind] = MappingProxyType(
     {kind.value: kind for kind in RopeKind} | {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
 )
-_NEUTRAL: Mapping[str, object] = MappingProxyType({"finetuned": True, "extrapolation_factor": 1})
-# How a position of an image is split over the dimensions; text has the same position in all parts.
-_FOR_IMAGES = ("mrope_section", "mrope_interleaved")
+_NEUTRAL: Mapping[str, object] = MappingProxyType({"extrapolation_factor": 1})
+# Of training; and how a position of an image is split over the dimensions: text has the same
+# position in all parts.
+_NOT_OF_TEXT = ("finetuned", "mrope_section", "mrope_interleaved")
 
 
 def rope_parameters(fields: ConfigFields) -> dict[str, object]:
@@ -123,7 +124,7 @@ def read_rope(
     if kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
         original = max_positions
     rope = RopeSpec(kind, dim, theta, original or max_positions)
-    for key in _FOR_IMAGES:
+    for key in _NOT_OF_TEXT:
         fields.value(key)
     if kind is RopeKind.PROPORTIONAL:
         factor = fields.optional_number("factor") or 1.0

@@ -26,7 +26,12 @@ from quickstep.model.architectures import (
     Architecture,
     text_part,
 )
-from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields, read_json
+from quickstep.model.checkpoint.config_fields import (
+    MOST_LAYERS,
+    ConfigFields,
+    note_on_foreign,
+    read_json,
+)
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.checkpoint.source import reading_checkpoint
@@ -116,11 +121,11 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     values = dict(config)
     text_config = values.pop("text_config", None)
     if isinstance(text_config, dict):
-        outer: dict[str, object] = {
-            key: values[key] for key in ("dtype", "torch_dtype") if key in values
-        }
-        tied = values.get("tie_word_embeddings") is True  # else as the text part says
-        values = outer | text_config | ({"tie_word_embeddings": True} if tied else {})
+        tied = values.get("tie_word_embeddings")
+        names = ("dtype", "torch_dtype", "tie_word_embeddings")
+        values = {key: values[key] for key in names if values.get(key) is not None} | text_config
+        if tied is True:  # else as the text part says, where it says something
+            values["tie_word_embeddings"] = True
     for key in _QUANTIZATION_KEYS:  # how weights are stored is `formats.detect`'s part
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
@@ -130,8 +135,7 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
 
 
 def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:
-    if foreign:
-        yield f"config.json's {', '.join(foreign)} are no part of the architecture and not used"
+    yield from note_on_foreign(foreign)
     if _has_indexer(spec):
         yield (
             f"sequences have up to {spec.max_model_len} tokens: the model chooses among more "
@@ -172,7 +176,7 @@ def _architecture(config: Mapping[str, object], name: str) -> Architecture:
             f"the text part of {name} is {inner!r}, which Quickstep does not run natively; its "
             f"text part may be {', '.join(sorted(ARCHITECTURES))}"
         )
-    return text_part(ARCHITECTURES[inner])
+    return text_part(inner)
 
 
 def _architecture_name(config: Mapping[str, object]) -> str:
@@ -201,6 +205,10 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         raise ConfigError(
             f"{fields.source} has {moe.num_experts} experts; at most {_MOST_EXPERTS} are read"
         )
+    for key, other in entry.repeated.items():
+        fields.repeated(key, other)
+    if entry.layer_norm:
+        fields.optional_number("rms_norm_eps")  # of the other kind of norm
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     sparse = entry.sparse(fields, num_layers)
@@ -236,7 +244,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         embedding_multiplier=hidden_size**0.5 if entry.scaled_embedding else embedding,
         residual_multiplier=fields.number("residual_multiplier") if multiplied else 1.0,
         logit_divisor=_logit_divisor(fields, entry),
-        tied=fields.flag("tie_word_embeddings"),
+        tied=_is_tied(fields, entry),
         moe=moe,
         naming=entry.naming,
         attention_gate=entry.attention_gate,
@@ -249,6 +257,13 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         gated=entry.gated,
         head_bias=entry.head_bias,
     )
+
+
+def _is_tied(fields: ConfigFields, entry: Architecture) -> bool:
+    tied = fields.flag("tie_word_embeddings")
+    if entry.tied_key is None or fields.value(entry.tied_key) is None:
+        return tied
+    return fields.flag(entry.tied_key)
 
 
 def _activation(fields: ConfigFields, entry: Architecture) -> str:

@@ -140,6 +140,41 @@ def test_gpt_oss_alternates_windows_and_defaults_to_its_rope() -> None:
     assert not rope.truncate and rope.theta == 150_000.0
 
 
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 0,
+}
+
+
+def test_gemma4_lists_the_sizes_of_full_layers_by_numbers_with_zeros_in_front() -> None:
+    own = {"head_dim": 24, "num_key_value_heads": 1}
+    spec = parse(**GEMMA4, head_dim=8, per_layer_config={"05": own, "11": own})
+    full = [i for i, layer in enumerate(spec.layers) if layer.window is None]
+    assert full == [5, 11]
+    sizes = [(layer.head_size, layer.num_kv_heads) for layer in spec.layers]
+    assert [size for size in sizes if size != (None, None)] == [(24, 1)] * 2
+    assert parse(**GEMMA4, head_dim=8, per_layer_config={}).layers[5].head_size is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        ({"5": {"intermediate_size": 48}}, "'intermediate_size' of layer 5"),
+        ({"5": {"head_dim": None}}, "'head_dim' of layer 5"),
+        ({"12": {"head_dim": 24}}, "'12' in per_layer_config"),
+        ({"-1": {"head_dim": 24}}, "'-1' in per_layer_config"),
+        ({"5": 24}, "'5' in per_layer_config"),
+        ({"04": {"head_dim": 24}}, "layer 4 in per_layer_config, which has a window"),
+    ],
+)
+def test_gemma4_layers_that_differ_in_another_way_are_refused(
+    listed: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse(**GEMMA4, head_dim=8, per_layer_config=listed)
+
+
 def test_granite_with_windows_has_a_rope_per_layer() -> None:
     spec = parse_as("GraniteSWA", layer_rope_theta=[1e6, 0, 1e4, 1e4], num_key_value_heads=2)
     assert windows(spec) == [None, 128, 128, 128]

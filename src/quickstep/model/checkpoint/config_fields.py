@@ -25,13 +25,14 @@ _HARMLESS_NAMES = """
     id2label label2id num_labels problem_type task_specific_params finetuning_task tokenizer_class
     prefix return_dict return_dict_in_generate output_attentions output_hidden_states
     output_router_logits output_scores torchscript use_bfloat16 tf_legacy_loss pruned_heads
-    attn_implementation cache_implementation chunk_size_feed_forward is_decoder
+    attn_implementation cache_implementation chunk_size_feed_forward is_composition is_decoder
     is_llama_config do_sample temperature top_k top_p typical_p num_beams num_beam_groups
     diversity_penalty length_penalty repetition_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids min_length max_length early_stopping
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id
     tie_encoder_decoder embd_pdrop resid_pdrop
+    attention_softmax_in_fp32 scale_attention_softmax_in_fp32 use_parallel_embedding
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 # of other programs, and of other modalities than text
@@ -62,7 +63,10 @@ _COMPUTING_PARTS = (
 _SHOWN_CHARS = 80
 MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
-_HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
+_HARMLESS_SUFFIXES = (
+    *("_dropout", "_loss_coef", "_version", "jitter_noise"),
+    *("_init_scale", "_use_xavier_init"),
+)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -175,10 +179,20 @@ class ConfigFields:
             raise self._wrong(name, value, "an object")
         return value
 
+    def repeated(self, name: str, other: str) -> None:
+        """Read a key that says the same as another one. Raises ConfigError where it does not."""
+        value, meant = self.value(name), self.value(other)
+        if value not in (None, meant):
+            raise ConfigError(
+                f"{self.source} sets {other!r} to {meant!r} and {name!r} to {value!r}; they mean "
+                "the same"
+            )
+
     def refuse_unread(self, neutral: Mapping[str, object]) -> None:
         """Raise ConfigError for a key that was not honoured and may change the computation.
 
-        Falsy values switch a feature off and pass; so do `neutral` ones, by key and value.
+        Falsy values switch a feature off and pass, but for a false where `neutral` has a true;
+        `neutral` ones pass by key and value.
         """
         for name in self._unread(neutral):
             raise self._not_implemented(name)
@@ -197,7 +211,10 @@ class ConfigFields:
 
     def _unread(self, neutral: Mapping[str, object]) -> Iterator[str]:
         for name, value in self._values.items():
-            if name in self._read or name in _HARMLESS or not value:
+            if name in self._read or name in _HARMLESS:
+                continue
+            is_required = value is False and neutral.get(name) is True
+            if not value and not is_required:
                 continue
             if name.startswith(_HARMLESS_PREFIXES) or name.endswith(_HARMLESS_SUFFIXES):
                 continue
@@ -224,6 +241,12 @@ def _shown(value: object) -> str:
     """A value in a message, which may be a list as long as the vocabulary."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def note_on_foreign(names: Sequence[str]) -> Iterator[str]:
+    """The sentence on what `ConfigFields.foreign` returned, if there is something."""
+    if names:
+        yield f"config.json's {', '.join(names)} are no part of the architecture and not used"
 
 
 def _may_compute(name: str) -> bool:

@@ -256,7 +256,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     def _ignored(self, tensor: StoredTensor) -> bool:
         """Tensors that compute nothing here: old buffers, a vision tower, another head."""
         name = tensor.name
-        if name.startswith(self.spec.naming.ignored) or _BUFFERS.fullmatch(name):
+        if _BUFFERS.fullmatch(name):
             return True
         module = self.spec.naming.ignored_module
         if module is not None and f".{module}." in name:
@@ -330,7 +330,7 @@ def _renamed(files: TensorFiles, renames: Sequence[tuple[str, str]]) -> TensorFi
 def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:
     """The decoder's prefix and the output projection's name in these files."""
     naming = spec.naming
-    modules = {name.rpartition(".")[0] for name in files.tensors}
+    modules = {name.rpartition(".")[0] for name in files.tensors if not name.endswith(".bias")}
     used = [prefix for prefix in naming.prefixes if f"{prefix}embed_tokens" in modules]
     heads = [name for name in naming.heads if name.removesuffix(".weight") in modules]
     return DecoderNames((used or naming.prefixes)[0], (heads or naming.heads)[0], bool(heads))

@@ -355,11 +355,14 @@ class _Reading:
         )
 
     def _norm(self, name: str) -> Norm:
+        """A norm; the oldest files of BERT have TensorFlow's names, `gamma` and `beta`."""
         size = (self._spec.hidden_size,)
+        is_older = f"{name}.gamma" in self._files.tensors
+        weight, offset = ("gamma", "beta") if is_older else ("weight", "bias")
         bias = None
         if self._encoder.family != "modernbert":
-            bias = self._tensor(f"{name}.bias", size)
-        return Norm(self._tensor(f"{name}.weight", size), bias, self._spec.norm_eps)
+            bias = self._tensor(f"{name}.{offset}", size)
+        return Norm(self._tensor(f"{name}.{weight}", size), bias, self._spec.norm_eps)
 
     def _linear(
         self, names: Sequence[str], shape: tuple[int, int], bias: bool = True

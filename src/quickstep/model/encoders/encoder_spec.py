@@ -21,7 +21,6 @@ class HeadSpec(msgspec.Struct, frozen=True):
     Attributes:
         labels: The names of the classes, in the order of the logits.
         is_mean: It reads the mean of all states, not the first one.
-        is_regression: There is one number without classes.
     """
 
     labels: tuple[str, ...]
@@ -37,7 +36,8 @@ class EncoderSpec(msgspec.Struct, frozen=True):
         first_position: The row of the position table for the first token.
         num_positions: Rows of the position table; 0 for rotary positions.
         num_segments: Rows of the segment table; 0 for none.
-        separator_id: The token after which the second segment begins; None with one segment.
+        separator_id: The token after which the second segment begins; None where all tokens are in
+            the first one.
         head: None without a classification head.
     """
 

@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
+from quickstep.model.checkpoint.config_fields import ConfigFields, note_on_foreign, read_json
 from quickstep.model.checkpoint.safetensors_files import open_tensor_files
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.encoders.encoder_spec import ENCODERS, EncoderSpec, HeadSpec
@@ -26,7 +28,9 @@ _COMMON: Mapping[str, object] = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
     "add_cross_attention": False,
+    "pad_token_id": 0,
 }
+_ROBERTA: Mapping[str, object] = {**_COMMON, "pad_token_id": 1}
 _MODERN: Mapping[str, object] = {
     "hidden_size": 768,
     "num_hidden_layers": 22,
@@ -46,15 +50,33 @@ _MODERN: Mapping[str, object] = {
     "classifier_activation": "gelu",
     "classifier_bias": False,
 }
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_KNOWN_ACTIVATIONS = {**_ACTIVATIONS, "relu": "relu"}
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "bert": _COMMON,
+    "roberta": _ROBERTA,
+    "modernbert": _MODERN,
+}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# Of heads that predict tokens, of training, of a pooler that no released model has (BERT), and of
+# a program that shows a cross-encoder's logit as it is: scores are its sigmoid in any case.
+_NOT_COMPUTED = (
+    *("tie_word_embeddings", "decoder_bias", "sparse_prediction", "sparse_pred_ignore_index"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_cutoff_factor"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type"),
+    *("sentence_transformers", "sbert_ce_default_activation_function"),
+)
 
 
 def read_encoder_spec(path: Path, config: Mapping[str, object], name: str) -> ModelSpec:
     """Read the spec of a checkpoint directory. Raises ConfigError."""
     family, has_head = ENCODERS[name]
     is_modern = family == "modernbert"
-    fields = ConfigFields(config, _MODERN if is_modern else _COMMON, "config.json")
+    fields = ConfigFields(config, _DEFAULTS[family], "config.json")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise ConfigError(
@@ -75,7 +97,7 @@ def read_encoder_spec(path: Path, config: Mapping[str, object], name: str) -> Mo
     if isinstance(trained, int) and trained > 0:
         longest = min(longest, trained)
     tensors = open_tensor_files(path).tensors.values()
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -94,6 +116,9 @@ def read_encoder_spec(path: Path, config: Mapping[str, object], name: str) -> Mo
         parameter_count=sum(math.prod(tensor.shape) for tensor in tensors),
         encoder=encoder,
     )
+    for key in _NOT_COMPUTED:
+        fields.value(key)
+    return replace(spec, notes=tuple(note_on_foreign(fields.foreign({}))))
 
 
 def _bert(
@@ -106,16 +131,19 @@ def _bert(
     if fields.flag("is_decoder") or fields.flag("add_cross_attention"):
         raise ConfigError("config.json makes a decoder of an encoder (is_decoder): not implemented")
     num_positions = fields.integer("max_position_embeddings")
-    padding = fields.optional_integer("pad_token_id") or 0
-    first = padding + 1 if family == "roberta" else 0
+    first = 0
+    if family == "roberta":
+        first = (fields.optional_integer("pad_token_id") or 0) + 1
     segments = fields.integer("type_vocab_size")
+    # an embedding is of one text, also where that says [SEP]
+    reads_pairs = family == "bert" and segments > 1 and labels is not None
     encoder = EncoderSpec(
         family=family,
         activation=_activation(fields, "hidden_act"),
         first_position=first,
         num_positions=num_positions,
         num_segments=segments,
-        separator_id=_separator_id(path) if segments > 1 else None,
+        separator_id=_separator_id(path) if reads_pairs else None,
         head=None if labels is None else HeadSpec(labels),
     )
     return encoder, num_positions - first
@@ -131,10 +159,16 @@ def _modern(
     every, window = fields.integer("global_attn_every_n_layers"), fields.integer("local_attention")
     kinds = fields.sequence("layer_types")
     if kinds is None:
-        kinds = ["full_attention" if i % every == 0 else "sliding" for i in range(num_layers)]
+        names = ("sliding_attention", "full_attention")
+        kinds = [names[i % every == 0] for i in range(num_layers)]
+    unknown = next((k for k in kinds if k not in ("full_attention", "sliding_attention")), None)
+    if unknown is not None:
+        raise ConfigError(f"config.json has a layer of type {unknown!r}: not implemented")
     is_global = [kind == "full_attention" for kind in kinds]
     if len(is_global) != num_layers:
         raise ConfigError(f"config.json has {len(kinds)} layer_types for {num_layers} layers")
+    for name in ("layer_norm_eps", "position_embedding_type"):  # of BERT, in released files too
+        fields.value(name)
     thetas = fields.mapping("rope_parameters") or {}
     ropes = tuple(
         RopeSpec(RopeKind.DEFAULT, head_size, _theta(thetas.get(kind), fields.number(key)), longest)
@@ -147,11 +181,11 @@ def _modern(
         LayerSpec(None, 0, False) if is_full else LayerSpec(window // 2, 1, False)
         for is_full in is_global
     )
-    head = None
-    if labels is not None:
-        head = HeadSpec(labels, is_mean=fields.text("classifier_pooling") == "mean")
-        if _activation(fields, "classifier_activation") != "gelu":
-            raise ConfigError("config.json has a classifier_activation other than gelu")
+    is_mean = fields.text("classifier_pooling") == "mean"
+    activation_of_head = fields.text("classifier_activation")
+    if labels is not None and activation_of_head != "gelu":
+        raise ConfigError("config.json has a classifier_activation other than gelu")
+    head = None if labels is None else HeadSpec(labels, is_mean)
     activation = _activation(fields, "hidden_activation")
     return EncoderSpec("modernbert", activation, head=head), layers, ropes
 
@@ -168,10 +202,10 @@ def _theta(parameters: object, default: float) -> float:
 
 def _activation(fields: ConfigFields, key: str) -> str:
     name = fields.text(key)
-    if name not in _KNOWN_ACTIVATIONS:
-        known = ", ".join(sorted(_KNOWN_ACTIVATIONS))
+    if name not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
         raise ConfigError(f"config.json asks for {key} {name!r}; supported are {known}")
-    return _KNOWN_ACTIVATIONS[name]
+    return _ACTIVATIONS[name]
 
 
 def _labels(config: Mapping[str, object]) -> tuple[str, ...]:
