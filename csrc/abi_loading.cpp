@@ -366,7 +366,7 @@ int qs_quantized_load(qs_context* context, const qs_stored_matrix* stored, qs_qu
   int status = QS_OUT_OF_RANGE;
   bool half_scales = true;
   for (int part = 0; part < matrix->num_parts; ++part) {
-    if (qs::part_form(matrix->parts[part], matrix->k).wide_scales) half_scales = false;
+    if (qs::has_wide_scales(matrix->parts[part])) half_scales = false;
   }
   while (status == QS_OUT_OF_RANGE) {
     qs_quantized* linear = new (std::nothrow) qs_quantized{};

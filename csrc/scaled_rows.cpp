@@ -188,14 +188,19 @@ PartForm part_form(const qs_file_rows& part, int64_t k) {
   const RowKind& kind = *row_kind(part.kind);
   if (!is_scaled(part.kind)) {
     const int64_t groups = kind.group_size == 0 ? 1 : k / kind.group_size;
-    return {kind.bits, groups, kind.has_zeros, kind.wide_scales};
+    return {kind.bits, groups, kind.has_zeros};
   }
-  if (part.order != nullptr) return {8, requantized_groups(k), false, false};
+  if (part.order != nullptr) return {8, requantized_groups(k), false};
+  return {kind.bits, part.num_groups, part.zeros != nullptr};
+}
+
+bool has_wide_scales(const qs_file_rows& part) {
+  const RowKind& kind = *row_kind(part.kind);
+  if (!is_scaled(part.kind)) return kind.wide_scales;
+  if (part.order != nullptr || part.num_groups == 1) return false;
   const int64_t count = part.num_rows * part.num_groups;
   const float middle = static_cast<float>(1 << (kind.bits - 1));
-  const bool fits = part.num_groups == 1 || (all_fit_half(part.scales, count, 0.0f) &&
-                                             all_fit_half(part.zeros, count, middle));
-  return {kind.bits, part.num_groups, part.zeros != nullptr, !fits};
+  return !all_fit_half(part.scales, count, 0.0f) || !all_fit_half(part.zeros, count, middle);
 }
 
 bool valid_scaled(const qs_file_rows& part, int64_t k) {

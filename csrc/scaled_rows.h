@@ -9,14 +9,16 @@ namespace qs {
 
 constexpr int64_t kRequantizedGroups[] = {32, 16};  // of rows whose groups are scattered
 
-// What the rows of a part are decoded to. Wide scales do not fit 16 bits.
+// What the rows of a part are decoded to.
 struct PartForm {
   int bits;
   int64_t num_groups;
-  bool has_zeros, wide_scales;
+  bool has_zeros;
 };
 
 PartForm part_form(const qs_file_rows& part, int64_t k);
+// Whether its scales or zeros do not fit 16 bits; reads those of all rows.
+bool has_wide_scales(const qs_file_rows& part);
 
 // Whether a kind's scales are in other tensors.
 inline bool is_scaled(int kind) {

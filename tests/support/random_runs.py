@@ -45,7 +45,7 @@ def draw_setup(rng: Random) -> Setup:
     # without a draw, so that what follows stays as it is
     has_stages = (setup.num_blocks + setup.max_num_seqs) % 4 == 0
     has_states = (3 * setup.num_blocks + setup.max_num_seqs + setup.max_model_len) % 5 < 2
-    num_slots = setup.max_num_seqs + 1 + setup.num_blocks % 5
+    num_slots = 2 + (setup.num_blocks + setup.max_model_len) % (setup.max_num_seqs + 4)
     return replace(
         setup,
         num_stages=setup.pipeline_depth if has_stages else 1,

@@ -104,7 +104,7 @@ class StepsInFlight(deque[InFlightStep]):
         self.next_id = 0
 
     def are_over_before(self, step_id: int) -> bool:
-        """Whether all steps before this one are committed or have failed."""
+        """Whether all submitted steps before this one are committed or have failed."""
         return not self or self[0].plan.step_id >= step_id
 
 

@@ -370,6 +370,11 @@ _BUGS = {
         "writer is not None and writer.invalidated",
         "False",
     ),
+    "state-of-a-planned-step-is-certain": (
+        "resources.state_slots",
+        "return step_id < in_flight.next_id and in_flight",
+        "return in_flight",
+    ),
     "state-slot-taken-in-its-last-step": (
         "resources.state_slots",
         "return self._touched[slot] != self._in_flight.next_id",

@@ -158,8 +158,9 @@ class StateSlots(Resource):
         return self._take()
 
     def is_over(self, step_id: int) -> bool:
-        """Whether a step is committed or has failed."""
-        return self._in_flight.are_over_before(step_id + 1)
+        """Whether a step is committed or has failed, which the one that is planned is not."""
+        in_flight = self._in_flight
+        return step_id < in_flight.next_id and in_flight.are_over_before(step_id + 1)
 
     def keep(self, saved: SavedState) -> bool:
         """Sequences may begin with a state whose block is registered; False if they could
