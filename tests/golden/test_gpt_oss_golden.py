@@ -146,7 +146,7 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "by awq; of GptOssForCausalLM"),
     ({"swiglu_limit": 5.0}, "'swiglu_limit' to 5.0; supported is 7.0"),
     ({"swiglu_alpha": 0.0}, "'swiglu_alpha' to 0.0; supported is 1.702"),
-    ({"experts_per_token": 4}, "num_experts_per_tok to 2 and experts_per_token to 4"),
+    ({"experts_per_token": 4}, "'num_experts_per_tok' to 2 and 'experts_per_token' to 4"),
 ]
 
 
