@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,10 +75,8 @@ class PackedLoading:
         self._identity = identity
         self._model = model
         self._file = _OpenFile.open(directory, identity)
-        self._loaded: list[tuple[LinearWeight, PackedEntry]] = []
-        self._num_bytes = 0  # of the content so far
+        self._loaded: list[tuple[LinearWeight, float | None]] = []
         self._num_mapped = 0
-        self._writing: threading.Thread | None = None
         self._is_finished = False
 
     @staticmethod
@@ -117,33 +115,27 @@ class PackedLoading:
             return weight
         errors: list[float] = []
         weight = self._load(_noting_error(matrix, errors), bias)
-        form = self._files.form(weight)  # now, as the kernels' threads have nothing else to do
-        entry = PackedEntry(form, self._num_bytes, errors[0] if errors else None)
-        self._loaded.append((weight, entry))
-        self._num_bytes += sum(map(_page_rounded, form.part_bytes))
+        self._loaded.append((weight, errors[0] if errors else None))
         return weight
 
     def finish(self) -> None:
         """All matrices are loaded: write them in a thread, unless they came from the file."""
         self._is_finished = True
+        loaded, self._loaded = self._loaded, []
         if self._file is not None:
             self._file.close()
-            if self._num_mapped == self._file.num_weights and not self._loaded:
+            if self._num_mapped == self._file.num_weights and not loaded:
                 _LOGGER.info("weights are mapped from %s", self._file.path)
                 return
             self._directory.remove(self._file.path)
             if self._num_mapped:  # the file has changed since it was opened
                 return
-        if self._num_bytes < _LEAST_BYTES:
-            self._loaded = []
+        if sum(weight.nbytes for weight, _ in loaded) < _LEAST_BYTES:
             return
-        self._writing = threading.Thread(target=self._write, name="packed-weights", daemon=True)
-        self._writing.start()
-
-    def wait(self) -> None:
-        """Wait until the file is written."""
-        if self._writing is not None:
-            self._writing.join()
+        header = self._header(loaded)  # with checksums, while the kernels' threads are idle
+        weights = [weight for weight, _ in loaded]
+        writing = partial(self._write, header, weights)
+        threading.Thread(target=writing, name="packed-weights", daemon=True).start()
 
     def _mapped(self, matrix: StoredMatrix) -> LinearWeight | None:
         if self._file is None or self._loaded:
@@ -159,23 +151,28 @@ class PackedLoading:
             matrix.rounding.report_error(entry.error)
         return weight
 
-    def _write(self) -> None:
-        loaded, self._loaded = self._loaded, []
-        entries = tuple(entry for _, entry in loaded)
-        header = PackedHeader(self._identity, self._model, entries, self._num_bytes)
+    def _header(self, loaded: Sequence[tuple[LinearWeight, float | None]]) -> PackedHeader:
+        entries, offset = [], 0
+        for weight, error in loaded:
+            form = self._files.form(weight)
+            entries.append(PackedEntry(form, offset, error))
+            offset += sum(map(_page_rounded, form.part_bytes))
+        return PackedHeader(self._identity, self._model, tuple(entries), offset)
+
+    def _write(self, header: PackedHeader, weights: Sequence[LinearWeight]) -> None:
         # requests come first; Linux has a priority of each thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST_PRIORITY)
+        size, path = header.num_bytes, self._directory.file(self._identity)
         try:
-            reason = self._directory.make_room(self._num_bytes)
+            reason = self._directory.make_room(size)
             if reason:
                 _LOGGER.info("packed weights are not kept for later starts: %s", reason)
                 return
-            self._directory.write(header, self._content([weight for weight, _ in loaded]))
+            self._directory.write(header, self._content(weights))
         except OSError as error:
             _LOGGER.warning("packed weights are not kept for later starts: %s", error)
         else:
-            path = self._directory.file(self._identity)
-            _LOGGER.info("packed weights are kept in %s (%s)", path, size_text(self._num_bytes))
+            _LOGGER.info("packed weights are kept in %s (%s)", path, size_text(size))
 
     def _content(self, weights: Sequence[LinearWeight]) -> Iterator[memoryview | bytes]:
         for weight in weights:
