@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import gguf_files as files
@@ -15,6 +18,7 @@ from huggingface_hub.errors import DryRunError
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint import gguf_file
 from quickstep.model.checkpoint.gguf_file import open_gguf
 from quickstep.model.checkpoint.gguf_names import choose_gguf, gguf_models, gguf_parts
 from quickstep.model.checkpoint.source import file_versions, find_checkpoint
@@ -187,3 +191,37 @@ def test_a_link_in_the_cache_of_the_hub_keeps_its_name(one_file: Path, tmp_path:
     (tmp_path / "0123abcd").write_bytes(one_file.read_bytes())
     link.symlink_to(tmp_path / "0123abcd")
     assert find_checkpoint(LoadConfig(model=str(link))).path == link
+
+
+def test_a_header_is_read_once_unless_the_file_changes(
+    one_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reads = tmp_path / "model.gguf", []
+    monkeypatch.setattr(gguf_file, "_read_header", partial(_noted, gguf_file._read_header, reads))
+    content = one_file.read_bytes()
+
+    def written(content: bytes, time_s: float) -> None:
+        path.write_bytes(content)
+        os.utime(path, (time_s, time_s))
+
+    written(content, 1e9)
+    name = open_gguf(path).metadata["general.architecture"]
+    assert name == "llama"
+    assert open_gguf(path).metadata["general.architecture"] == name
+    assert len(reads) == 1
+    written(content.replace(b"llama", b"qwen2"), 1e9 + 1)
+    assert open_gguf(path).metadata["general.architecture"] == "qwen2"
+    assert len(reads) == 2
+    # within a tick of the clock a change would not be seen
+    path.write_bytes(content)
+    assert open_gguf(path).metadata["general.architecture"] == "llama"
+    path.write_bytes(content.replace(b"llama", b"qwen2"))
+    assert open_gguf(path).metadata["general.architecture"] == "qwen2"
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_gguf(path)
+
+
+def _noted(read: Any, reads: list[Path], path: Path, *, with_texts: bool) -> Any:
+    reads.append(path)
+    return read(path, with_texts)

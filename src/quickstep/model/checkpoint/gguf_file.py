@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -60,6 +62,7 @@ _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 256  # of a tensor; ggml's own limit is 64
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _SPLIT_TENSORS = "split.tensors.count"
+_SETTLED_NS = 2_000_000_000
 
 
 class GgufFile(msgspec.Struct, frozen=True):
@@ -84,7 +87,7 @@ def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
     if missing and len(parts) > 1:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{path} is one of {len(parts)} parts, and {missing[0]}{more} is missing")
-    first = _read_header(parts[0], with_texts)
+    first = _read_header(parts[0], with_texts=True) if with_texts else _header_of(parts[0])
     count = first.metadata.get(_SPLIT_COUNT, 0)
     if not isinstance(count, int):
         raise ConfigError(f"{parts[0]} sets {_SPLIT_COUNT!r} to {count!r:.80}, not to an integer")
@@ -93,7 +96,7 @@ def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
             f"{path} is one of {count} parts, which must be next to each other and be called "
             f"NAME-00001-of-{count:05}.gguf and so on; or merge them (llama-gguf-split --merge)"
         )
-    return _joined([first, *(_read_header(part, False) for part in parts[1:])])
+    return _joined([first, *map(_header_of, parts[1:])])
 
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
@@ -120,6 +123,25 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
         )
     header = b"".join(part.header for part in parts)
     return GgufFile(first.path, first.metadata, MappingProxyType(tensors), header)
+
+
+def _header_of(path: Path) -> GgufFile:
+    """A header without texts, which a start needs about ten times: read once, unless the file has
+    just changed, and could change again within one tick of the file system's clock.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if time.time_ns() - found.st_mtime_ns < _SETTLED_NS:
+        return _read_header(path, with_texts=False)
+    return _known_header(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)  # parts; only the first one has a vocabulary
+def _known_header(path: Path, place_and_time: tuple[int, ...]) -> GgufFile:
+    del place_and_time  # a part of the key: a file that is replaced is read again
+    return _read_header(path, with_texts=False)
 
 
 def _read_header(path: Path, with_texts: bool) -> GgufFile:
