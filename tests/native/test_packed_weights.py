@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import shutil
 import threading
@@ -259,6 +260,12 @@ def test_the_least_recently_used_file_goes_first(folder):
     opened(quantization="int8", packed_cache_bytes=bound)
     assert sorted(folder.iterdir()) == sorted([first, second])
     assert not third.exists()
+
+
+def test_nothing_is_kept_on_machines_with_other_pages(folder, monkeypatch):
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    opened()
+    assert not folder.exists()
 
 
 def test_what_does_not_fit_is_not_kept(folder, caplog, monkeypatch):

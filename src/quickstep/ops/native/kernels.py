@@ -118,7 +118,7 @@ class NativeOps:
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
             load_linear=NativeLoading(self._library, self._context).load_linear,
-            packed_files=NativePackedFiles(self._library, self._context),
+            packed_files=NativePackedFiles.of(self._library, self._context),
             move_kv=self._attention.move_kv,
             pack_experts=self._experts.pack,
             route=self._experts.route,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from ctypes import c_int16, c_int32, c_int64, c_void_p
 from functools import cache
 from hashlib import blake2b
+from typing import Self
 
 from quickstep.ops.native.library import library_path, raise_for_status
 from quickstep.ops.native.packed import UNREADABLE, PackedQuantized, PackedWeight, plain_dtype
@@ -41,6 +43,11 @@ class NativePackedFiles:
     """`OpTable.packed_files` of one `qs_context`, whose owner outlives this object."""
 
     page_bytes = _PAGE_BYTES
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, context: int) -> Self | None:
+        """None on a machine with other pages, where parts of a file could not be mapped."""
+        return cls(library, context) if mmap.PAGESIZE == _PAGE_BYTES else None
 
     def __init__(self, library: ctypes.CDLL, context: int) -> None:
         self._context = context
