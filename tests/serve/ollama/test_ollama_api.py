@@ -402,7 +402,8 @@ def test_errors_have_ollamas_shape_whatever_is_wrong() -> None:
         ("1h30m", 5400.0),
         ("1.5h", 5400.0),
         ("500ms", 0.5),
-        ("1e400", None),
+        (1e300, None),
+        ("9" * 60, None),
     ],
 )
 def test_durations_are_read_as_ollama_reads_them(value: Any, seconds: float | None) -> None:

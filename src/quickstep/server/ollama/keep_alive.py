@@ -21,6 +21,7 @@ from quickstep.server.models.registry import ModelRegistry
 
 _FIELD = "keep_alive"
 _MOST_CHARS = 64
+_FOR_EVER_S = 100 * 365 * 86_400.0
 # Of Go's time.ParseDuration.
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)")
@@ -68,8 +69,8 @@ async def kept_model(request: Request, models: ModelRegistry) -> KeptModel | Non
 
 
 def keep_alive_s(value: str | float) -> float | None:
-    """Seconds, from a number of them or a duration such as `1h30m`; None, for ever, if it is
-    negative. Raises RequestError.
+    """Seconds, from a number of them or a duration such as `1h30m`; None, for ever, if that is
+    negative or above a century. Raises RequestError.
     """
     seconds = value if isinstance(value, float | int) else _duration_s(value.strip())
     if math.isnan(seconds):
@@ -78,7 +79,7 @@ def keep_alive_s(value: str | float) -> float | None:
             "as '5m' or '1h30m'",
             param=_FIELD,
         )
-    return None if seconds < 0 or math.isinf(seconds) else float(seconds)
+    return None if seconds < 0 or seconds > _FOR_EVER_S else float(seconds)
 
 
 def _duration_s(text: str) -> float:

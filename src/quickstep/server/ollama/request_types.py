@@ -79,12 +79,17 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     embedding_only: Annotated[bool | None, hint(_OPERATOR)] = None
 
 
+# Seconds, or a duration of Go's time.ParseDuration.
+_NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+_DURATION = rf"^[-+]?({_NUMBER}|({_NUMBER}(ns|us|\u00b5s|ms|s|m|h))+)$"
+
+
 class OllamaModelFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The fields that generating and embedding share."""
 
     model: Annotated[str, _MODEL]
     keep_alive: Annotated[
-        str | float | None,
+        Annotated[str, msgspec.Meta(pattern=_DURATION, max_length=64)] | float | None,
         effect(
             "Of several models: how long this one stays in memory after its last request, in "
             "seconds or as `5m`; 0 unloads it after this one, a negative number keeps it. On a "
