@@ -219,7 +219,7 @@ def test_a_changed_file_is_packed_again(folder, part, caplog):
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, -1])
 def test_a_file_that_was_cut_is_not_mapped(folder, keep, caplog):
-    """Reading behind its end would end the process."""
+    """Reading after its end would end the process."""
     first = answer()
     path = one_file(folder)
     size = path.stat().st_size

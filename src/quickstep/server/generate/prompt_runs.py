@@ -160,8 +160,8 @@ class PromptRun:
         """
         engine, prompts = self.model.engine, [request.prompt_token_ids for request in requests]
         observer = observers.of_prompts(self.model, [len(prompt) for prompt in prompts])
-        is_first_alone = _share_prefix(prompts, engine.block_size) and requests[0].pooling is None
-        num_first = 1 if is_first_alone else len(requests)
+        goes_ahead = _share_prefix(prompts, engine.block_size) and requests[0].pooling is None
+        num_first = 1 if goes_ahead else len(requests)
         streams: list[TokenStream] = []
         try:
             deltas: list[Delta] = []
