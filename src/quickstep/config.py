@@ -601,7 +601,6 @@ class LoadConfig(msgspec.Struct, frozen=True):
             "same model on a CPU maps them, such as 20G; what was used least recently is removed; "
             "0 keeps none",
             Kind.BYTES,
-            default_text="16G",
             bounds=AllowedRange(0),
         ),
     ] = 16 << 30

@@ -6,7 +6,7 @@ loaded, in a thread. Later ones map that file: nothing is converted, pages are s
 and the system may take them back, for they are in the file.
 
 What was mapped has the checksum of what was packed, or is packed again. The checkpoint's files are
-told by their place on the disk, size and time of change, not read: `identity_of`.
+identified by their place on the disk, size and time of change, which `identity_of` reads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -49,7 +50,7 @@ _PACKAGE = Path(__file__).parents[2]
 _LEAST_BYTES = 64 << 20
 _LAST_PRIORITY = 19
 # The code between files and packed weights.
-_CODE = ("model", "ops/native")
+_CODE = ("model", "ops")
 
 
 class PackedLoading:
@@ -160,8 +161,8 @@ class PackedLoading:
         return PackedHeader(self._identity, self._model, tuple(entries), offset)
 
     def _write(self, header: PackedHeader, weights: Sequence[LinearWeight]) -> None:
-        # requests come first; Linux has a priority of each thread
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST_PRIORITY)
+        with suppress(OSError):  # requests come first, where each thread has a priority (Linux)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST_PRIORITY)
         size, path = header.num_bytes, self._directory.file(self._identity)
         try:
             reason = self._directory.make_room(size)

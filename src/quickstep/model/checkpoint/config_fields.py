@@ -60,7 +60,7 @@ _COMPUTING_PARTS = (
     *("resid", "rope", "rotary", "rout", "scal", "scor", "slid", "softcap", "softmax", "spars"),
     *("swiglu", "temperature", "window"),
 )
-_SHOWN_CHARS = 80
+_EXCERPT_CHARS = 80
 MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
 _HARMLESS_SUFFIXES = (
@@ -224,7 +224,7 @@ class ConfigFields:
 
     def _not_implemented(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self.source} sets {name!r} to {_shown(self._values[name])}, which Quickstep does "
+            f"{self.source} sets {name!r} to {_excerpt(self._values[name])}, which Quickstep does "
             "not implement for this architecture; remove the key only if it does not change the "
             "computation"
         )
@@ -234,13 +234,15 @@ class ConfigFields:
         return ConfigError(f"{self.source} {does}, which this architecture needs")
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self.source} sets {name!r} to {_shown(value)}, it must be {expected}")
+        return ConfigError(
+            f"{self.source} sets {name!r} to {_excerpt(value)}, it must be {expected}"
+        )
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     """A value in a message, which may be a list as long as the vocabulary."""
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
 
 
 def note_on_foreign(names: Sequence[str]) -> Iterator[str]:

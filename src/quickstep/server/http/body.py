@@ -209,7 +209,7 @@ async def unless_disconnected(
     """Run `work`; cancel it and raise ClientDisconnect if the client disconnects first.
 
     The body has to be read already: the next message that `receive` gives is the disconnect. A
-    result that comes as this is cancelled reaches nobody: it is passed to `close`.
+    result that comes as this is cancelled cannot be returned: it is passed to `close`.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))

@@ -91,6 +91,7 @@ class OllamaRoute:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
+        self._models.server.limiter.check(caller_of(request))  # before the body is decoded
         kept = await kept_model(request, self._models)
         try:
             response = await self._generating.answer(request)

@@ -279,10 +279,10 @@ def _key_of(header: str) -> tuple[str, bool | None]:
     """
     name, is_string = header.strip(), None
     before, _, value = name.rpartition("=")
-    said, words = value.strip().strip(_QUOTES), before.rstrip()
-    start = words.removesuffix("string")
-    if said in ("true", "false") and start != words and start[-1:].isspace():
-        name, is_string = start.rstrip(), said == "true"
+    flag, before = value.strip().strip(_QUOTES), before.rstrip()
+    start = before.removesuffix("string")
+    if flag in ("true", "false") and start != before and start[-1:].isspace():
+        name, is_string = start.rstrip(), flag == "true"
     if len(name) > 1 and name[0] == name[-1] and name[0] in _QUOTES:
         name = name[1:-1]
     return name, is_string
