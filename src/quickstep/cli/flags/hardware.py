@@ -233,8 +233,11 @@ def measured_steps(
     from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.plan.hardware import THIS, parse_hardware
 
-    checkpoint, folder = local_checkpoint(model_of(args)), cache_dir()
-    if parse_hardware(args.hardware)[0] != THIS or checkpoint is None or folder is None:
+    name, folder = model_of(args), cache_dir()
+    if parse_hardware(args.hardware)[0] != THIS or Path(name).name == "config.json":
+        return None
+    checkpoint = local_checkpoint(name)
+    if checkpoint is None or folder is None:
         return None
     path = str(checkpoint.path.resolve())
     source = FitSource(path, args.quantization, args.kv_cache_dtype)
