@@ -429,6 +429,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
             bias.
         gated: The MLP has a gate; otherwise its activation is of up itself.
         head_bias: The output projection has a bias.
+        num_prediction_layers: Layers after the last one that the config counts, for drafts
+            (`model.mtp`); the files may lack them.
     """
 
     architecture: str
@@ -475,6 +477,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     norm_bias: bool = False
     gated: bool = True
     head_bias: bool = False
+    num_prediction_layers: int = 0
 
     @property
     def kv_size(self) -> KVSize:

@@ -209,6 +209,23 @@ def _places(
     return (dtype, device) if on_host else (torch_dtype(dtype), torch_device(device))
 
 
+def open_part(
+    weights: CheckpointWeights, like: AnyTensor, load: LoadConfig, ops: OpTable
+) -> TensorSource:
+    """The tensors of a part of a checkpoint, in the dtype and at the place of a tensor of the model
+    that is loaded already.
+    """
+    stored = _open_source(weights, like.dtype, like.device, None)
+    if weights.spec.attention_gate:
+        stored = GatesAfterQueries(stored, weights.spec)
+    return quantizing(stored, load.quantization, weights.names, ops)
+
+
+def pack_layer(spec: ModelSpec, ops: OpTable, source: TensorSource, start: str) -> LayerWeights:
+    """Pack the only layer of a spec, whose tensors' names begin with `start`."""
+    return _Packing(spec, ops, source, _ONE_STAGE).layer(start, spec.layers[0])
+
+
 def without_layers(checkpoint: Checkpoint, model: Decoder, load: LoadConfig) -> Decoder:
     """The complete embedding and output projection of a model that several processes have, in this
     one: what an EAGLE layer and Medusa heads read of their target. Raises ConfigError.
@@ -359,9 +376,11 @@ class _Packing:
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
         for index in self._stage.layers(self._spec):
-            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index])
+            yield self.layer(f"{prefix}layers.{index}.", self._spec.layers[index])
 
-    def _layer(self, start: str, layer: LayerSpec) -> LayerWeights:
+    def layer(self, start: str, layer: LayerSpec) -> LayerWeights:
+        """One layer, whose tensors' names begin with `start`."""
+
         def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
