@@ -44,6 +44,8 @@ OLDER_KEYS = (
 def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
     if architecture == "KimiK25ForConditionalGeneration":
         return transformers.DeepseekV3Config  # of its text part
+    if architecture == "MiMoForCausalLM":
+        return transformers.Qwen2Config  # the same keys
     text_alone = {
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",

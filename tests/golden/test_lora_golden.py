@@ -74,6 +74,8 @@ def targets_of(case: Case) -> list[str]:
         return [*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
     if case.family in LATENT:
         return LATENT[case.family]
+    if case.family == "Qwen3Next":
+        return [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]
     if case.family == "Qwen3_5MoeText":
         return [*ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
     if case.family == "Starcoder2":

@@ -41,7 +41,13 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in ("Lfm2", "Qwen3_5Text", "Qwen3_5MoeText", "GraniteMoeHybrid")
+        return self.family in (
+            "Lfm2",
+            "Qwen3_5Text",
+            "Qwen3_5MoeText",
+            "Qwen3Next",
+            "GraniteMoeHybrid",
+        )
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -243,6 +249,21 @@ CASES = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 48,
+    }, atol=3e-4),
+    Case("qwen3-next", "Qwen3Next", {
+        "num_hidden_layers": 4, "head_dim": 24, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention",
+                        "linear_attention"],
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48, "mlp_only_layers": [2],
+    }, atol=3e-4),
+    Case("qwen3-next-one-by-one", "Qwen3Next", {
+        "num_hidden_layers": 2, "head_dim": 16, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48, "norm_topk_prob": False,
+        "layer_types": ["linear_attention", "full_attention"],
     }, atol=3e-4),
     Case("qwen2-moe", "Qwen2Moe", {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,

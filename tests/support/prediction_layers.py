@@ -7,7 +7,7 @@ inputs are `fc` of the normed embeddings and hidden states.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,18 +28,23 @@ from quickstep.runtime.speculation.proposer import ComputedRow, ComputedStep, Dr
 from quickstep.types import Admission, SamplingParams
 
 PLAN = MemoryPlan(32, 128, 4, 256, (), ())
-QWEN, QWEN_MOE, GLM, DEEPSEEK = (
+QWEN, QWEN_MOE, QWEN_NEXT, GLM, DEEPSEEK = (
     next(case for case in CASES if case.name == name)
-    for name in ("qwen3.5", "qwen3.5-moe", "glm4-moe", "deepseek-v3")
+    for name in ("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3")
 )
-ALL = (QWEN, QWEN_MOE, GLM, DEEPSEEK)
+MIMO = Case("mimo", "Qwen2")  # the same layers under another name
+ALL = (QWEN, QWEN_MOE, QWEN_NEXT, GLM, DEEPSEEK, MIMO)
+_COUNT = "num_nextn_predict_layers"
+_QWEN_NAMES = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.")
+_NEXTN_NAMES = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "")
+_MIMO_NAMES = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", "")
 
 
 @dataclass(frozen=True)
 class PredictionLayer:
     """A target and its layer, both of transformers, and the layer's other tensors.
 
-    `offset` is added to the weights of norms; `feeds_normed` as in `model.mtp`.
+    `offset` is added to the weights of norms; `feeds_normed` and `hidden_first` as in `model.mtp`.
     """
 
     target: transformers.PreTrainedModel
@@ -49,6 +54,7 @@ class PredictionLayer:
     hidden_norm: Tensor
     offset: float
     feeds_normed: bool
+    hidden_first: bool
 
     def drafts(self, token_ids: Sequence[int], hidden: Tensor, count: int) -> list[int]:
         """The best draft, and those after it: after all tokens, of which `hidden` [T - 1, C] are
@@ -68,7 +74,8 @@ class PredictionLayer:
                         (features, self.hidden_norm),
                     )
                 )
-                inputs = torch.cat(tuple(parts), -1) @ self.fc.T
+                order = -1 if self.hidden_first else 1
+                inputs = torch.cat(list(parts)[::order], -1) @ self.fc.T
                 before_norm: list[Tensor] = []
                 hook = self.layer.model.norm.register_forward_pre_hook(
                     lambda _, args, kept=before_norm: kept.append(args[0])
@@ -87,24 +94,27 @@ class PredictionLayer:
             return self.target.model(torch.tensor([token_ids])).last_hidden_state[0]
 
 
-def write_with_layer(path: Path, case: Case, dtype: torch.dtype = torch.float32) -> PredictionLayer:
+def write_with_layer(path: Path, case: Case) -> PredictionLayer:
     """Write the checkpoint of a case with a random layer, as released files name it."""
     target = case.save(path)
-    one = {"num_hidden_layers": 1}
-    is_qwen = case.family.startswith("Qwen")
-    one |= {"layer_types": ["full_attention"]} if is_qwen else {"first_k_dense_replace": 0}
+    num_layers = target.config.num_hidden_layers
+    is_qwen, is_mimo = case.family.startswith("Qwen3"), case.name == "mimo"
+    one: dict[str, object] = {"num_hidden_layers": 1}
+    if is_qwen:
+        one |= {"layer_types": ["full_attention"], "mlp_only_layers": []}
+    elif not is_mimo:
+        one |= {"first_k_dense_replace": 0}
     other = path / "layer"
     layer = replace(case, values=case.values | one).save(other, seed=1)
     generator = torch.Generator().manual_seed(3)
     size = target.config.hidden_size
     fc = torch.randn(size, 2 * size, generator=generator) * 0.15
     norms = [torch.randn(size, generator=generator) * 0.3 + (not is_qwen) for _ in range(2)]
-    start = "mtp." if is_qwen else f"model.layers.{target.config.num_hidden_layers}."
-    names = (
-        ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.")
-        if is_qwen
-        else ("eh_proj", "enorm", "hnorm", "shared_head.norm", "")
-    )
+    start, names = f"model.layers.{num_layers}.", _NEXTN_NAMES
+    if is_qwen:
+        start, names = "mtp.", _QWEN_NAMES
+    elif is_mimo:
+        start, names = "model.mtp_layers.0.", _MIMO_NAMES
     tensors = {
         f"{start}{name}.weight": tensor for name, tensor in zip(names, (fc, *norms), strict=False)
     }
@@ -113,20 +123,22 @@ def write_with_layer(path: Path, case: Case, dtype: torch.dtype = torch.float32)
             tensors[f"{start}{names[3]}.weight"] = tensor
         elif name.startswith("model.layers.0."):
             tensors[f"{start}{names[4]}{name.removeprefix('model.layers.0.')}"] = tensor
-    change_tensors(path, tensors, dtype)
-    count = "mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"
+    change_tensors(path, tensors)
+    count = "mtp_num_hidden_layers" if case.family.startswith("Qwen3_5") else _COUNT
     change_config(path, {count: 1})
-    return PredictionLayer(target, layer, fc, *norms, float(is_qwen), is_qwen)
+    if is_mimo:
+        change_config(path, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"})
+    return PredictionLayer(
+        target, layer, fc, *norms, float(is_qwen), is_qwen or is_mimo, hidden_first=is_mimo
+    )
 
 
-def change_tensors(
-    path: Path, changes: dict[str, Tensor | None], dtype: torch.dtype = torch.float32
-) -> None:
+def change_tensors(path: Path, changes: Mapping[str, Tensor | None]) -> None:
     """Add tensors to a checkpoint, replace some, or remove them (None)."""
     file = path / "model.safetensors"
-    tensors = load_file(file) | changes
-    kept = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor is not None}
-    save_file({name: tensor.contiguous() for name, tensor in kept.items()}, file, {"format": "pt"})
+    tensors = {**load_file(file), **changes}
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, file, {"format": "pt"})
 
 
 def change_config(path: Path, changes: dict[str, object]) -> None:

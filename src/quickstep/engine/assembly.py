@@ -491,8 +491,8 @@ def _log_unused(config: EngineConfig, weights: CheckpointWeights) -> None:
         _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
     if lacks_counted_layer(weights):
         _LOGGER.info(
-            "the checkpoint lacks the prediction layer that its config names, as quantizers often "
-            "drop it: there is no --speculative-method mtp"
+            "the checkpoint lacks the prediction layer of its model, as quantizers often drop it: "
+            "there is no --speculative-method mtp"
         )
 
 

@@ -279,6 +279,7 @@ _GLM4_MOE = Architecture(
         topk_group=1,
         first_k_dense_replace=1,
         norm_topk_prob=True,
+        num_nextn_predict_layers=1,
     ),
     bias_key="attention_bias",
     output_bias=False,
@@ -996,6 +997,7 @@ _DEEPSEEK_V3 = Architecture(
         topk_group=4,
         first_k_dense_replace=3,
         norm_topk_prob=True,
+        num_nextn_predict_layers=1,
     ),
     neutral=MappingProxyType({"moe_layer_freq": 1}),
     scale=_latent_scale,
@@ -1099,6 +1101,24 @@ _QWEN3_5_MOE = replace(
     ),
 )
 
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    defaults=MappingProxyType(
+        {
+            **_QWEN3_5_MOE.defaults,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "num_nextn_predict_layers": 1,  # which its configs do not state
+        }
+    ),
+    width=_QWEN2_MOE.width,
+    experts=patterns.qwen2_moe_experts,
+    sparse=patterns.qwen_sparse,
+    naming=TensorNaming(shared_expert="mlp.shared_expert", fused_delta=True),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -1142,6 +1162,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Ministral3ForCausalLM": _MINISTRAL3,
         "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
         "Qwen2MoeForCausalLM": _QWEN2_MOE,
+        "MiMoForCausalLM": _QWEN2,
+        "Qwen3NextForCausalLM": _QWEN3_NEXT,
         "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
         "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
         "CohereForCausalLM": _COHERE,
@@ -1211,6 +1233,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gemma4": "Gemma4ForConditionalGeneration",
         "gemma4_text": "Gemma4ForCausalLM",
         "qwen2_moe": "Qwen2MoeForCausalLM",
+        "mimo": "MiMoForCausalLM",
+        "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
         "cohere": "CohereForCausalLM",

@@ -103,7 +103,6 @@ def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
     listed = fields.sequence("layer_types")
     period = fields.optional_integer("full_attention_interval") or 4
-    fields.optional_integer("mtp_num_hidden_layers")  # for drafts (`model.mtp`)
     _only(fields, "output_gate_type", "swish")
     if listed is None:
         kinds = ("linear_attention", "full_attention")
@@ -451,7 +450,6 @@ def all_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 
 def glm_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """All but the first `first_k_dense_replace` layers."""
-    fields.optional_integer("num_nextn_predict_layers")  # for drafts (`model.mtp`)
     first = fields.optional_integer("first_k_dense_replace") or 0
     return tuple(index >= first for index in range(num_layers))
 
@@ -663,7 +661,7 @@ def minimax_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Rope
 
 def minimax_experts(fields: ConfigFields) -> MoESpec:
     """A sigmoid, and a bias of each expert for the choice."""
-    for name in ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"):
+    for name in ("mlp_intermediate_size", "mtp_transformer_layers", "use_mtp"):
         fields.value(name)  # of layers that are not there, and of heads that are not computed
     return MoESpec(
         num_experts=fields.integer("num_local_experts"),
@@ -691,7 +689,6 @@ def ernie_experts(fields: ConfigFields) -> MoESpec:
 
 def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Each `moe_layer_interval`-th layer, from one to another."""
-    fields.optional_integer("num_nextn_predict_layers")  # for drafts (`model.mtp`)
     first = fields.optional_integer("moe_layer_start_index") or 0
     last = fields.optional_integer("moe_layer_end_index")
     last = num_layers - 1 if last in (None, -1) else last

@@ -25,7 +25,6 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorSource,
 )
 from quickstep.model.checkpoint.tensor_schema import (
-    DELTA_PROJECTIONS,
     EXPERT_FACTORS,
     LATENT_HEADS,
     LAYER_INPUTS,
@@ -34,6 +33,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     ROUTER_SCALE,
     STATE_MIXER,
     bias_of,
+    delta_projections,
     layer_norms,
     qkv_parts,
     shared_gate,
@@ -44,7 +44,7 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
-from quickstep.model.chosen_rows import GatesAfterQueries
+from quickstep.model.chosen_rows import ReorderedRows, row_orders
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import (
     LatentSpec,
@@ -193,8 +193,8 @@ def _load_model(
             progress(num_bytes, total_bytes)
 
     stored = _open_source(weights, *_places(dtype, device, on_host), report)
-    if spec.attention_gate:
-        stored = GatesAfterQueries(stored, spec)
+    if orders := row_orders(spec):
+        stored = ReorderedRows(stored, orders)
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
@@ -216,8 +216,8 @@ def open_part(
     that is loaded already.
     """
     stored = _open_source(weights, like.dtype, like.device, None)
-    if weights.spec.attention_gate:
-        stored = GatesAfterQueries(stored, weights.spec)
+    if orders := row_orders(weights.spec):
+        stored = ReorderedRows(stored, orders)
     return quantizing(stored, load.quantization, weights.names, ops)
 
 
@@ -433,8 +433,9 @@ class _Packing:
             key_size=mixer.key_size,
             eps=self._spec.norm_eps,
         )
+        projections = tuple(name for name, _ in delta_projections(mixer, self._spec.naming))
         return GatedDeltaWeights(
-            self._linear(start, DELTA_PROJECTIONS, False),
+            self._linear(start, projections, False),
             delta,
             self._linear(start, ("out_proj",), False),
         )

@@ -254,7 +254,7 @@ def has_prediction_layer(path: Path, target: ModelSpec) -> bool:
 
 
 def lacks_counted_layer(weights: CheckpointWeights) -> bool:
-    """Whether the config counts such layers, and the files hold none."""
+    """Whether the model has such layers by its config, and the files hold none."""
     return weights.spec.num_prediction_layers > 0 and _naming_in(weights) is None
 
 

@@ -132,17 +132,17 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
+    num_prediction_layers = _num_prediction_layers(fields)
     foreign = fields.foreign(architecture.neutral)
     return replace(
         spec,
         notes=(*_notes(config, name), *_notes_on(spec, foreign)),
-        num_prediction_layers=_num_prediction_layers(values),
+        num_prediction_layers=num_prediction_layers,
     )
 
 
-def _num_prediction_layers(values: Mapping[str, object]) -> int:
-    counts = [values.get(key) for key in _PREDICTION_LAYERS]
-    return max((count for count in counts if type(count) is int), default=0)
+def _num_prediction_layers(fields: ConfigFields) -> int:
+    return max(fields.optional_integer(key) or 0 for key in _PREDICTION_LAYERS)
 
 
 def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:

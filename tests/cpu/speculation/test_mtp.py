@@ -148,10 +148,10 @@ def test_all_drafts_of_a_layer_that_agrees_are_accepted(
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")):
             changes[name] = torch.zeros_like(tensor)
         elif name.endswith("norm.weight") and tensor.shape == (size,):
-            changes[name] = torch.zeros(size) if "Qwen" in case.family else torch.ones(size)
-        elif name.endswith(("fc.weight", "eh_proj.weight")):
+            changes[name] = torch.full((size,), float(not case.family.startswith("Qwen3")))
+        elif name.endswith(("fc.weight", "eh_proj.weight", "input_proj.weight")):
             parts = (one, 0 * one) if reads == "embedding" else (0 * one, next_one)
-            changes[name] = torch.cat(parts, 1)
+            changes[name] = torch.cat(parts[::-1] if case.name == "mimo" else parts, 1)
     changes |= {"model.embed_tokens.weight": one, "lm_head.weight": next_one}
     layers.change_tensors(tmp_path, changes)
     sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_lost_its_layer_says_so(
     layers.change_config(tmp_path, {"mtp_num_hidden_layers": 1})
     caplog.set_level(logging.INFO)
     load_weights(engine_config(str(tmp_path), OPTIONS), None)
-    assert "lacks the prediction layer that its config names" in caplog.text
+    assert "lacks the prediction layer of its model" in caplog.text
     with pytest.raises(ConfigError, match=r"no tensors of a prediction layer.*quantizers often"):
         load_weights(engine_config(str(tmp_path), OPTIONS | {"speculative_config": MTP}), None)
 

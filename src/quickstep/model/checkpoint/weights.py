@@ -29,6 +29,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import (
     DELTA_PROJECTIONS,
+    FUSED_DELTA,
     LATENT_HEADS,
     Shapes,
     layer_tensors,
@@ -67,6 +68,7 @@ _STACKS = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     DELTA_PROJECTIONS,
+    FUSED_DELTA,
 )
 
 
