@@ -25,7 +25,6 @@ SIZES = {
 # without which a family cannot run, whatever its class says
 NEEDED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
-    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},  # its mixtures are refused
 }
 # Quickstep refuses to guess these where a family has no default of its own in the table.
 SIZE_KEYS = SIZES.keys() - {"num_key_value_heads", "pad_token_id"}

@@ -41,13 +41,9 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in (
-            "Lfm2",
-            "Qwen3_5Text",
-            "Qwen3_5MoeText",
-            "Qwen3Next",
-            "GraniteMoeHybrid",
-        )
+        families = ("Lfm2", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next", "GraniteMoeHybrid")
+        only_attention = self.values.get("layer_types") == ["full_attention"] * 3
+        return self.family in families and not only_attention
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -206,6 +202,17 @@ CASES = (
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     }, atol=3e-4),
+    Case("granite-hybrid-moe", "GraniteMoeHybrid", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40,
+        "shared_intermediate_size": 48, "residual_multiplier": 0.4, "logits_scaling": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+    }, atol=3e-4),
+    Case("granite-hybrid-moe-attention", "GraniteMoeHybrid", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48,
+        "shared_intermediate_size": 64, "layer_types": ["full_attention"] * 3,
+        "mamba_n_heads": 16, "position_embedding_type": "rope",
+    }),
     Case("granite-hybrid-biases", "GraniteMoeHybrid", {
         "num_local_experts": 0, "shared_intermediate_size": 64, "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],

@@ -925,7 +925,8 @@ _QWEN3_5 = Architecture(
 _GRANITE_HYBRID = Architecture(
     defaults=_defaults(
         max_position_embeddings=2048,
-        num_local_experts=0,
+        num_local_experts=8,
+        num_experts_per_tok=2,
         shared_intermediate_size=1024,
         mamba_n_heads=128,
         mamba_n_groups=1,
@@ -944,9 +945,15 @@ _GRANITE_HYBRID = Architecture(
     mixers=patterns.mamba_mixers,
     ropes=patterns.granite_hybrid_ropes,
     width=patterns.granite_hybrid_width,
+    experts=patterns.granite_hybrid_experts,
+    sparse=patterns.granite_hybrid_sparse,
     naming=TensorNaming(
         fused_gate_up=True,
+        shared_expert="mlp",
         renames=(
+            (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+            (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+            (".block_sparse_moe.router.layer.", ".mlp.gate."),
             (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
             (".shared_mlp.output_linear.", ".mlp.down_proj."),
             (".mamba.", ".linear_attn."),

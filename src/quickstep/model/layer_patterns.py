@@ -154,14 +154,30 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
 
 def granite_hybrid_width(fields: ConfigFields) -> int:
     """That of the MLP, which is an expert of all tokens in models that have others."""
-    if fields.optional_integer("num_local_experts"):
-        raise ConfigError(
-            f"{fields.source} has {fields.integer('num_local_experts')} experts next to Mamba "
-            "layers, which is not supported; choose a dense model of the family"
-        )
-    for key in ("intermediate_size", "num_experts_per_tok"):
+    for key in ("intermediate_size", "num_experts_per_tok"):  # of experts
         fields.optional_integer(key)
     return fields.integer("shared_intermediate_size")
+
+
+def granite_hybrid_experts(fields: ConfigFields) -> MoESpec | None:
+    """A softmax over the chosen experts, and the MLP as an expert of all tokens; None for a dense
+    model (Granite 4).
+    """
+    count = fields.optional_integer("num_local_experts")
+    if not count:
+        return None
+    return MoESpec(
+        num_experts=count,
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=True,
+        shared_width=fields.integer("shared_intermediate_size"),
+    )
+
+
+def granite_hybrid_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Every layer, if there are experts."""
+    return (bool(fields.optional_integer("num_local_experts")),) * num_layers
 
 
 def granite_hybrid_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:

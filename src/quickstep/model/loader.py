@@ -34,6 +34,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     STATE_MIXER,
     bias_of,
     delta_projections,
+    gate_up_parts,
     layer_norms,
     qkv_parts,
     shared_gate,
@@ -518,9 +519,7 @@ class _Packing:
         )
 
     def _dense(self, start: str) -> MLPWeights:
-        fused = self._spec.naming.fused_gate_up
-        parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
-        parts = parts if self._spec.gated else ("up_proj",)
+        parts = gate_up_parts(self._spec.naming) if self._spec.gated else ("up_proj",)
         bias = self._spec.mlp_bias
         return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
@@ -547,7 +546,7 @@ class _Packing:
             selection_bias = selection_bias.view(moe.num_experts)
         if moe.shared_width:
             shared = MLPWeights(
-                self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),
+                self._linear(f"{start}{naming.shared_expert}.", gate_up_parts(naming), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
         packed_gate = None

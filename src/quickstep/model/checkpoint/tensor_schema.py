@@ -278,7 +278,7 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             row = (1,) if naming.bias_row else ()
             yield naming.selection_bias, (*row, spec.moe.num_experts)
         if spec.moe.shared_width:
-            yield from _gated(naming.shared_expert, spec.moe.shared_width, hidden)
+            yield from _shared_expert(naming, spec.moe.shared_width, hidden)
         if spec.moe.shared_gate:
             yield shared_gate(spec), (1, hidden)
         for expert in range(spec.moe.num_experts):
@@ -302,10 +302,16 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
 
 
-def _gated(module: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
-    for name in ("gate_proj", "up_proj"):
-        yield f"{module}.{name}.weight", (width, hidden)
-    yield f"{module}.down_proj.weight", (hidden, width)
+def _shared_expert(naming: TensorNaming, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
+    parts = gate_up_parts(naming)
+    for name in parts:
+        yield f"{naming.shared_expert}.{name}.weight", (2 * width // len(parts), hidden)
+    yield f"{naming.shared_expert}.down_proj.weight", (hidden, width)
+
+
+def gate_up_parts(naming: TensorNaming) -> tuple[str, ...]:
+    """The matrices of an MLP or of the expert of all tokens that make gate and up."""
+    return ("gate_up_proj",) if naming.fused_gate_up else ("gate_proj", "up_proj")
 
 
 def _projection(module: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
