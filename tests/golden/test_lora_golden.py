@@ -68,6 +68,8 @@ def targets_of(case: Case) -> list[str]:
         return ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     if case.family == "Lfm2":
         return ["out_proj", "in_proj", "w1", "w2", "w3"]
+    if case.family == "Lfm2Moe":
+        return ["q_proj", "in_proj", "out_proj"]
     if case.family == "GraniteMoeHybrid":
         return ["q_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
     if case.family == "Qwen3_5Text":

@@ -41,7 +41,10 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        families = ("Lfm2", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next", "GraniteMoeHybrid")
+        families = (
+            *("Lfm2", "Lfm2Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"),
+            "GraniteMoeHybrid",
+        )
         only_attention = self.values.get("layer_types") == ["full_attention"] * 3
         return self.family in families and not only_attention
 
@@ -73,7 +76,7 @@ def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.Pr
             else:
                 parameter.add_(noise * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
@@ -187,6 +190,16 @@ CASES = (
     Case("lfm2-biases", "Lfm2", {
         "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention", "conv", "conv"],
+    }),
+    Case("lfm2-moe", "Lfm2Moe", {
+        "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+    }),
+    Case("lfm2-moe-no-bias", "Lfm2Moe", {
+        "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 0,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "use_expert_bias": False, "norm_topk_prob": False,
     }),
     Case("qwen3.5", "Qwen3_5Text", {
         "num_hidden_layers": 4, "head_dim": 24, "linear_key_head_dim": 12,

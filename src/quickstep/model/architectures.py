@@ -1108,6 +1108,36 @@ _QWEN3_5_MOE = replace(
     ),
 )
 
+_LFM2_MOE = replace(
+    _LFM2,
+    defaults=MappingProxyType(
+        {
+            **_LFM2.defaults,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "num_experts": 32,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        }
+    ),
+    tied_key=_LLAMA.tied_key,
+    width=_LLAMA.width,
+    experts=patterns.lfm_experts,
+    sparse=patterns.lfm_sparse,
+    naming=replace(
+        _LFM2.naming,
+        expert_parts=("w1", "w3", "w2"),
+        renames=(
+            (".feed_forward.experts.", ".mlp.experts."),
+            (".feed_forward.gate.", ".mlp.gate."),
+            (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            *_LFM2.naming.renames,
+        ),
+    ),
+)
+
 _QWEN3_NEXT = replace(
     _QWEN3_5_MOE,
     defaults=MappingProxyType(
@@ -1146,6 +1176,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "Lfm2ForCausalLM": _LFM2,
+        "Lfm2MoeForCausalLM": _LFM2_MOE,
         "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
         "Qwen3_5ForCausalLM": _QWEN3_5,
         "Qwen3_5ForConditionalGeneration": _QWEN3_5,
@@ -1206,6 +1237,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "lfm2": "Lfm2ForCausalLM",
+        "lfm2_moe": "Lfm2MoeForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
         "qwen3_5_text": "Qwen3_5ForCausalLM",

@@ -99,6 +99,25 @@ def lfm_width(fields: ConfigFields) -> int:
     return -(-width // multiple) * multiple
 
 
+def lfm_experts(fields: ConfigFields) -> MoESpec:
+    """A sigmoid, and a bias of each expert for the choice unless `use_expert_bias` is off."""
+    return MoESpec(
+        num_experts=fields.integer("num_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalise=fields.flag("norm_topk_prob"),
+        sigmoid=True,
+        selection_bias=fields.flag("use_expert_bias"),
+        weight_scale=fields.number("routed_scaling_factor"),
+    )
+
+
+def lfm_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All but the first `num_dense_layers`."""
+    first = fields.optional_integer("num_dense_layers") or 0
+    return tuple(index >= first for index in range(num_layers))
+
+
 def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
     listed = fields.sequence("layer_types")
