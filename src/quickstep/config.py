@@ -68,8 +68,9 @@ class PolicyName(enum.Enum):
 
 
 class SpeculationMethod(enum.Enum):
-    """What proposes draft tokens: `auto` is `suffix` and, for each model, also what its checkpoint
-    holds: `draft`, `medusa`, `eagle` or `eagle3`.
+    """What proposes draft tokens: `auto` is `suffix`, `mtp` where the model's own checkpoint has a
+    prediction layer (on a CPU), and for each draft model what its checkpoint holds: `draft`,
+    `medusa`, `eagle` or `eagle3`.
     """
 
     OFF = "off"
@@ -80,6 +81,7 @@ class SpeculationMethod(enum.Enum):
     MEDUSA = "medusa"
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
+    MTP = "mtp"
 
 
 class SpeculativeSampling(enum.Enum):
@@ -337,6 +339,10 @@ _METHODS_WITH_MODEL = (
 )
 
 
+# How vLLM names `mtp` by families: `qwen3_next_mtp`, `deepseek_mtp`, ...
+_OWN_LAYER = "_mtp"
+
+
 class ProposerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What proposes draft tokens; the names of the fields are vLLM's.
 
@@ -354,9 +360,10 @@ class ProposerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "what proposes draft tokens, which the model checks several at a time: earlier "
             "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller "
             "model (draft), heads of the model (medusa), a layer that reads its hidden states "
-            "(eagle, eagle3), or nothing (off); the output is the same",
+            "(eagle, eagle3), the prediction layer of its own checkpoint (mtp), or nothing (off); "
+            "the output is the same",
             flag="--speculative-method",
-            default_text="{value}: suffix, and what each --speculative-model is",
+            default_text="{value}: suffix, what each --speculative-model is, and on a CPU mtp",
         ),
     ] = SpeculationMethod.AUTO
     model: Annotated[
@@ -424,8 +431,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     tree_width: Annotated[
         int,
         Option(
-            "most draft tokens of Medusa heads or an EAGLE layer that follow the same token, in a "
-            "tree; 1 for a chain",
+            "most draft tokens of Medusa heads, an EAGLE layer or a prediction layer that follow "
+            "the same token, in a tree; 1 for a chain",
             Kind.COUNT,
             "--speculative-tree-width",
         ),
@@ -490,6 +497,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             if "proposers" in one:
                 raise ConfigError(f"{where} has no field `proposers`; give a list of objects")
             of_one = {name: one[name] for name in ProposerConfig.__struct_fields__ if name in one}
+            if str(of_one.get("method")).endswith(_OWN_LAYER):
+                of_one["method"] = SpeculationMethod.MTP.value
             proposer = _converted(of_one, ProposerConfig, where)
             if proposer.model is not None or proposer not in proposers:
                 proposers.append(proposer)

@@ -25,7 +25,6 @@ SIZES = {
 # without which a family cannot run, whatever its class says
 NEEDED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
-    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},  # its mixtures are refused
 }
 # Quickstep refuses to guess these where a family has no default of its own in the table.
 SIZE_KEYS = SIZES.keys() - {"num_key_value_heads", "pad_token_id"}
@@ -44,6 +43,8 @@ OLDER_KEYS = (
 def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
     if architecture == "KimiK25ForConditionalGeneration":
         return transformers.DeepseekV3Config  # of its text part
+    if architecture == "MiMoForCausalLM":
+        return transformers.Qwen2Config  # the same keys
     text_alone = {
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",

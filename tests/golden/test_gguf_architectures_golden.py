@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import prediction_layers as layers
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import quants
 from gguf_twins import write_twin
 from golden_cases import VOCAB, Case, rope
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
@@ -127,6 +131,22 @@ def test_layers_that_draft_are_not_used(tmp_path: Path) -> None:
     assert spec.num_layers == 2
     unused = open_weights(path, spec).unused()
     assert "model.layers.2.mlp.experts.0.up_proj.weight" in unused
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_a_layer_drafts_what_transformers_would(kind: Kind, tmp_path: Path) -> None:
+    layer = layers.write_with_layer(tmp_path, GLM)
+    layers.change_config(tmp_path, {"num_hidden_layers": 4})
+    path = tmp_path / "twin.gguf"
+    section = TWINS[6][2] | {".nextn_predict_layers": 1}
+    kinds = {"eh_proj": kind}
+    write_twin(tmp_path, path, "glm4moe", section, paired=False, kinds=kinds)
+    if kind is Kind.Q8_0:
+        stored = quants.quantize(layer.fc.numpy(), kind)
+        layer = replace(layer, fc=torch.from_numpy(quants.dequantize(stored, kind)))
+    token_ids = tuple(range(40, 52))
+    hidden = layer.hidden(token_ids[:-1])
+    assert layers.drafted(path, token_ids, hidden) == layer.drafts(token_ids, hidden, 6)
 
 
 def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:

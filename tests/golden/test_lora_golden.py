@@ -68,12 +68,16 @@ def targets_of(case: Case) -> list[str]:
         return ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     if case.family == "Lfm2":
         return ["out_proj", "in_proj", "w1", "w2", "w3"]
+    if case.family == "Lfm2Moe":
+        return ["q_proj", "in_proj", "out_proj"]
     if case.family == "GraniteMoeHybrid":
         return ["q_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
     if case.family == "Qwen3_5Text":
         return [*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
     if case.family in LATENT:
         return LATENT[case.family]
+    if case.family == "Qwen3Next":
+        return [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]
     if case.family == "Qwen3_5MoeText":
         return [*ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
     if case.family == "Starcoder2":

@@ -41,7 +41,12 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in ("Lfm2", "Qwen3_5Text", "Qwen3_5MoeText", "GraniteMoeHybrid")
+        families = (
+            *("Lfm2", "Lfm2Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"),
+            "GraniteMoeHybrid",
+        )
+        only_attention = self.values.get("layer_types") == ["full_attention"] * 3
+        return self.family in families and not only_attention
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -71,7 +76,7 @@ def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.Pr
             else:
                 parameter.add_(noise * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
@@ -186,6 +191,16 @@ CASES = (
         "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention", "conv", "conv"],
     }),
+    Case("lfm2-moe", "Lfm2Moe", {
+        "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+    }),
+    Case("lfm2-moe-no-bias", "Lfm2Moe", {
+        "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 0,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "use_expert_bias": False, "norm_topk_prob": False,
+    }),
     Case("qwen3.5", "Qwen3_5Text", {
         "num_hidden_layers": 4, "head_dim": 24, "linear_key_head_dim": 12,
         "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
@@ -200,6 +215,17 @@ CASES = (
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     }, atol=3e-4),
+    Case("granite-hybrid-moe", "GraniteMoeHybrid", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40,
+        "shared_intermediate_size": 48, "residual_multiplier": 0.4, "logits_scaling": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+    }, atol=3e-4),
+    Case("granite-hybrid-moe-attention", "GraniteMoeHybrid", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48,
+        "shared_intermediate_size": 64, "layer_types": ["full_attention"] * 3,
+        "mamba_n_heads": 16, "position_embedding_type": "rope",
+    }),
     Case("granite-hybrid-biases", "GraniteMoeHybrid", {
         "num_local_experts": 0, "shared_intermediate_size": 64, "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -243,6 +269,21 @@ CASES = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 48,
+    }, atol=3e-4),
+    Case("qwen3-next", "Qwen3Next", {
+        "num_hidden_layers": 4, "head_dim": 24, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention",
+                        "linear_attention"],
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48, "mlp_only_layers": [2],
+    }, atol=3e-4),
+    Case("qwen3-next-one-by-one", "Qwen3Next", {
+        "num_hidden_layers": 2, "head_dim": 16, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48, "norm_topk_prob": False,
+        "layer_types": ["linear_attention", "full_attention"],
     }, atol=3e-4),
     Case("qwen2-moe", "Qwen2Moe", {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,

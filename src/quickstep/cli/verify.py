@@ -100,7 +100,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         nargs="+",
         metavar="MODEL",
         help="draft models, EAGLE layers or Medusa heads that draft in a part of the batches, each "
-        "by itself and all together "
+        "by itself and all together, with the prediction layer of the checkpoint if there is one "
         "(default: those of the bundled model, for the bundled model)",
     )
     parser.add_argument(
@@ -446,9 +446,16 @@ class _Checkpoint:
         return {proposer.name: proposer for proposer in opened}
 
     def _speculation(self) -> SpeculationConfig:
-        from quickstep.config import ProposerConfig, SpeculationConfig
+        from quickstep.config import ProposerConfig, SpeculationConfig, SpeculationMethod
+        from quickstep.model.mtp import has_prediction_layer
+        from quickstep.model.spec import read_spec
 
-        return SpeculationConfig(tuple(ProposerConfig(model=name) for name in self._draft_models))
+        path = self._checkpoint.path
+        methods = [SpeculationMethod.MTP] if has_prediction_layer(path, read_spec(path)) else []
+        own = [ProposerConfig(method) for method in methods]
+        return SpeculationConfig(
+            (*own, *(ProposerConfig(model=name) for name in self._draft_models))
+        )
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
         """Compile a grammar for the model that was loaded last; compiling may block here."""

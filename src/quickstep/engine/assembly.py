@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.model.checkpoint.source import Checkpoint
+    from quickstep.model.checkpoint.weights import CheckpointWeights
     from quickstep.model.decoder import Decoder
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVLayout, Model
@@ -447,9 +448,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
-        unused = weights.unused()
-        if unused:
-            _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
+        _log_unused(config, weights)
         parts = weights.other_parts()
         if parts:
             _LOGGER.info("%s left out: only the text part is served", ", ".join(parts))
@@ -477,6 +476,24 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
         require_torch(why_torch)
         set_threads(num_threads(config.load))
     return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, why_torch)
+
+
+def _log_unused(config: EngineConfig, weights: CheckpointWeights) -> None:
+    """What of a checkpoint is not read, and which layers for drafts it lacks."""
+    from quickstep.engine.speculation import uses_prediction_layer
+    from quickstep.model.checkpoint.weights import some_tensors
+    from quickstep.model.mtp import belongs_to_layer, lacks_counted_layer
+
+    unused = weights.unused()
+    if unused and uses_prediction_layer(config, weights.spec):
+        unused = tuple([name for name in unused if not belongs_to_layer(name, weights)])
+    if unused:
+        _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
+    if lacks_counted_layer(weights):
+        _LOGGER.info(
+            "the checkpoint lacks the prediction layer of its model, as quantizers often drop it: "
+            "there is no --speculative-method mtp"
+        )
 
 
 def load_weights(

@@ -1,4 +1,4 @@
-"""What an engine drafts with: n-grams and suffixes, a draft model, EAGLE layers, Medusa heads.
+"""What an engine drafts with: n-grams, suffixes, a draft model, EAGLE and prediction layers, heads.
 
 Called by the assembly of an engine: `draft_sizes` before memory is planned, `open_proposer` once
 the target is loaded. Everything that can be wrong with a checkpoint is a ConfigError here, before
@@ -19,13 +19,15 @@ from msgspec.structs import replace
 from quickstep.config import EngineConfig, LoadConfig, SpeculationMethod
 from quickstep.errors import ConfigError
 from quickstep.model.sizing import DraftSizes, ElementBytes
+from quickstep.ops.tensors import CPU
 
 if TYPE_CHECKING:
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder import Decoder
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.eagle import EagleSpec
-    from quickstep.model.interface import Model
+    from quickstep.model.interface import FeatureModel, Model
+    from quickstep.model.mtp import MtpSpec
     from quickstep.model.sizing import MemoryPlan
     from quickstep.ops.table import OpTable
     from quickstep.runtime.speculation.draft_model import DraftModelProposer
@@ -50,7 +52,7 @@ def draft_sizes(
     """What each model that drafts needs of the memory next to a target. Raises ConfigError."""
     block_size = config.cache.block_size
     found = []
-    for draft in draft_checkpoints(config):
+    for draft in draft_checkpoints(config, target):
         sizes = sizes_of(draft, target, dtype_bytes, scratch_bytes, block_size)
         if config.load.num_ranks > 1 and draft.method is not SpeculationMethod.DRAFT:
             # a second embedding and output projection (`_drafted_target`)
@@ -71,7 +73,10 @@ def sizes_of(
         return _medusa_sizes(one.load, dtype_bytes, scratch_bytes)
     if one.method in _EAGLE:
         _, layer = _find_eagle(one.load, target, one.method is SpeculationMethod.EAGLE3)
-        return _eagle_sizes(layer, dtype_bytes, scratch_bytes, block_size)
+        return _layer_sizes(layer.decoder, None, dtype_bytes, scratch_bytes, block_size)
+    if one.method is SpeculationMethod.MTP:
+        mtp = _find_mtp(one.load, target, dtype_bytes)
+        return _layer_sizes(mtp.decoder, mtp.num_bytes, dtype_bytes, scratch_bytes, block_size)
     return find_draft(one.load, scratch_bytes).sizes
 
 
@@ -94,12 +99,21 @@ def open_model_proposers(
     config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
 ) -> list[Proposer]:
     """What drafts with a checkpoint, each of another name. Raises ConfigError."""
-    return [_open_model(draft, config, model, plan, path) for draft in draft_checkpoints(config)]
+    from quickstep.model.decoder import Decoder
+
+    target = model.spec if isinstance(model, Decoder) else None
+    drafts = draft_checkpoints(config, target)
+    return [_open_model(draft, config, model, plan, path) for draft in drafts]
 
 
-def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
-    """The checkpoints that draft; of the method `auto`, it is found out. Raises ConfigError."""
+def draft_checkpoints(config: EngineConfig, target: ModelSpec | None) -> list[DraftCheckpoint]:
+    """The checkpoints that draft for a target; of the method `auto`, it is found out, also for the
+    target's own, which may have a prediction layer. None for a target that can have none. Raises
+    ConfigError.
+    """
     found = []
+    if uses_prediction_layer(config, target):
+        found.append(DraftCheckpoint(SpeculationMethod.MTP, config.load))
     for proposer in config.speculation.proposers:
         if proposer.model is None:
             continue
@@ -115,10 +129,28 @@ def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
     return found
 
 
+def uses_prediction_layer(config: EngineConfig, target: ModelSpec | None) -> bool:
+    """Whether the prediction layer of a target's checkpoint drafts: it is requested, or there is
+    one and the method is `auto`. On a GPU, each step would copy hidden states to the host, also
+    where they are of no use, so there it has to be requested.
+    """
+    methods = {proposer.method for proposer in config.speculation.proposers}
+    if SpeculationMethod.AUTO not in methods or SpeculationMethod.MTP in methods:
+        return SpeculationMethod.MTP in methods
+    if target is None or not target.num_prediction_layers:
+        return False
+    from quickstep.model.checkpoint.placement import choose_device
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.mtp import has_prediction_layer
+
+    is_on_cpu = choose_device(config.load.device) == CPU
+    return is_on_cpu and has_prediction_layer(find_checkpoint(config.load).path, target)
+
+
 def aux_layers(config: EngineConfig, target: ModelSpec) -> tuple[int, ...]:
     """Layers of a target whose inputs its EAGLE 3 layer reads, ascending. Raises ConfigError."""
     found: set[int] = set()
-    for draft in draft_checkpoints(config):
+    for draft in draft_checkpoints(config, target):
         if draft.method is SpeculationMethod.EAGLE3:
             found.update(_find_eagle(draft.load, target, is_fused=True)[1].aux_layers)
     return tuple(sorted(found))
@@ -169,6 +201,11 @@ def _open_model(
     if method in _EAGLE:
         is_fused = method is SpeculationMethod.EAGLE3
         return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager, width)
+    if method is SpeculationMethod.MTP:
+        from quickstep.model.mtp import load_mtp
+
+        layer = load_mtp(find_checkpoint(load).path, model, load, plan.max_model_len)
+        return _open_layer(layer, model, plan, block_size, config.enforce_eager, width)
     found = find_draft(load, model.ops.scratch_bytes)
     ops = replace(model.ops, ranks=None)  # only rank 0 drafts
     return load_draft(found, model, path, ops, plan, block_size, config.enforce_eager)
@@ -202,7 +239,6 @@ def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization
     from quickstep.model.spec import read_spec
-    from quickstep.ops.tensors import CPU
 
     checkpoint = find_checkpoint(load)
     spec = read_spec(checkpoint.path)
@@ -295,14 +331,43 @@ def _find_eagle(
     return checkpoint, read_eagle_spec(checkpoint.path, target, is_fused)
 
 
-def _eagle_sizes(
-    spec: EagleSpec, dtype_bytes: int, scratch_bytes: int, block_size: int
+def _find_mtp(load: LoadConfig, target: ModelSpec, dtype_bytes: int) -> MtpSpec:
+    """Find and check the prediction layer of a target. Raises ConfigError."""
+    from quickstep.model.checkpoint.placement import choose_device
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.mtp import read_mtp_spec
+
+    on_gpu = choose_device(load.device) != CPU
+    path = find_checkpoint(load).path
+    return read_mtp_spec(path, target, dtype_bytes, load.quantization, holds_float8=on_gpu)
+
+
+def planned_mtp(target: ModelSpec, elements: ElementBytes, block_size: int) -> DraftSizes:
+    """What the prediction layer of a model needs of the memory, by its config only. Raises
+    ConfigError.
+    """
+    from quickstep.model.mtp import can_have_layer, layer_of_target, planned_bytes
+
+    if not (target.num_prediction_layers and can_have_layer(target)):
+        raise ConfigError(
+            f"the config of this {target.architecture} counts no prediction layer; leave "
+            "--speculative-method mtp out"
+        )
+    layer = layer_of_target(target)
+    num_bytes = planned_bytes(layer, elements.dtype, elements.quantization)
+    return _layer_sizes(layer, num_bytes, elements.dtype, elements.scratch, block_size)
+
+
+def _layer_sizes(
+    layer: ModelSpec, num_bytes: int | None, dtype_bytes: int, scratch_bytes: int, block_size: int
 ) -> DraftSizes:
-    """What an EAGLE layer needs of the memory."""
+    """What an EAGLE or a prediction layer needs of the memory; `num_bytes` of weights, None for as
+    many as its parameters have.
+    """
     from quickstep.runtime.speculation.eagle import num_scratch_blocks
 
-    elements = ElementBytes(dtype_bytes, scratch_bytes)
-    return DraftSizes(spec.decoder, elements, num_scratch_blocks(1, block_size) * block_size)
+    elements = ElementBytes(dtype_bytes, scratch_bytes, weights=num_bytes)
+    return DraftSizes(layer, elements, num_scratch_blocks(1, block_size) * block_size)
 
 
 def _medusa_sizes(load: LoadConfig, dtype_bytes: int, scratch_bytes: int) -> DraftSizes:
@@ -329,12 +394,25 @@ def open_eagle(
     """Load the EAGLE layer of a target. Raises ConfigError."""
     from quickstep.model.decoder import Decoder
     from quickstep.model.eagle import load_eagle
-    from quickstep.runtime.cache.kv_cache import allocate_kv
-    from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
 
     assert isinstance(target, Decoder), "a native architecture, as `_find_eagle` checked"
     checkpoint, spec = _find_eagle(load, target.spec, is_fused)
     model = load_eagle(checkpoint.path, spec, target, plan.max_model_len)
+    return _open_layer(model, target, plan, block_size, enforce_eager, tree_width)
+
+
+def _open_layer(
+    model: FeatureModel,
+    target: Decoder,
+    plan: MemoryPlan,
+    block_size: int,
+    enforce_eager: bool,
+    tree_width: int,
+) -> EagleProposer:
+    """What drafts with a layer that reads the hidden states of a target."""
+    from quickstep.runtime.cache.kv_cache import allocate_kv
+    from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
+
     num_blocks = plan.num_blocks + num_scratch_blocks(plan.max_num_seqs, block_size)
     kv = allocate_kv(model.kv_layout, num_blocks, block_size, model.device)
     return EagleProposer(target, model, kv, plan.num_blocks, block_size, enforce_eager, tree_width)

@@ -279,6 +279,7 @@ _GLM4_MOE = Architecture(
         topk_group=1,
         first_k_dense_replace=1,
         norm_topk_prob=True,
+        num_nextn_predict_layers=1,
     ),
     bias_key="attention_bias",
     output_bias=False,
@@ -924,7 +925,8 @@ _QWEN3_5 = Architecture(
 _GRANITE_HYBRID = Architecture(
     defaults=_defaults(
         max_position_embeddings=2048,
-        num_local_experts=0,
+        num_local_experts=8,
+        num_experts_per_tok=2,
         shared_intermediate_size=1024,
         mamba_n_heads=128,
         mamba_n_groups=1,
@@ -943,9 +945,15 @@ _GRANITE_HYBRID = Architecture(
     mixers=patterns.mamba_mixers,
     ropes=patterns.granite_hybrid_ropes,
     width=patterns.granite_hybrid_width,
+    experts=patterns.granite_hybrid_experts,
+    sparse=patterns.granite_hybrid_sparse,
     naming=TensorNaming(
         fused_gate_up=True,
+        shared_expert="mlp",
         renames=(
+            (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+            (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+            (".block_sparse_moe.router.layer.", ".mlp.gate."),
             (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
             (".shared_mlp.output_linear.", ".mlp.down_proj."),
             (".mamba.", ".linear_attn."),
@@ -996,6 +1004,7 @@ _DEEPSEEK_V3 = Architecture(
         topk_group=4,
         first_k_dense_replace=3,
         norm_topk_prob=True,
+        num_nextn_predict_layers=1,
     ),
     neutral=MappingProxyType({"moe_layer_freq": 1}),
     scale=_latent_scale,
@@ -1099,6 +1108,54 @@ _QWEN3_5_MOE = replace(
     ),
 )
 
+_LFM2_MOE = replace(
+    _LFM2,
+    defaults=MappingProxyType(
+        {
+            **_LFM2.defaults,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "num_experts": 32,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        }
+    ),
+    tied_key=_LLAMA.tied_key,
+    width=_LLAMA.width,
+    experts=patterns.lfm_experts,
+    sparse=patterns.lfm_sparse,
+    naming=replace(
+        _LFM2.naming,
+        expert_parts=("w1", "w3", "w2"),
+        renames=(
+            (".feed_forward.experts.", ".mlp.experts."),
+            (".feed_forward.gate.", ".mlp.gate."),
+            (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            *_LFM2.naming.renames,
+        ),
+    ),
+)
+
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    defaults=MappingProxyType(
+        {
+            **_QWEN3_5_MOE.defaults,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "num_nextn_predict_layers": 1,  # which its configs do not state
+        }
+    ),
+    width=_QWEN2_MOE.width,
+    experts=patterns.qwen2_moe_experts,
+    sparse=patterns.qwen_sparse,
+    naming=TensorNaming(shared_expert="mlp.shared_expert", fused_delta=True),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -1119,6 +1176,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "Lfm2ForCausalLM": _LFM2,
+        "Lfm2MoeForCausalLM": _LFM2_MOE,
         "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
         "Qwen3_5ForCausalLM": _QWEN3_5,
         "Qwen3_5ForConditionalGeneration": _QWEN3_5,
@@ -1142,6 +1200,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Ministral3ForCausalLM": _MINISTRAL3,
         "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
         "Qwen2MoeForCausalLM": _QWEN2_MOE,
+        "MiMoForCausalLM": _QWEN2,
+        "Qwen3NextForCausalLM": _QWEN3_NEXT,
         "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
         "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
         "CohereForCausalLM": _COHERE,
@@ -1177,6 +1237,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "lfm2": "Lfm2ForCausalLM",
+        "lfm2_moe": "Lfm2MoeForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -1211,6 +1272,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gemma4": "Gemma4ForConditionalGeneration",
         "gemma4_text": "Gemma4ForCausalLM",
         "qwen2_moe": "Qwen2MoeForCausalLM",
+        "mimo": "MiMoForCausalLM",
+        "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
         "cohere": "CohereForCausalLM",

@@ -1,19 +1,21 @@
 """A `TensorSource` of some rows of each tensor, or of all of them in another order.
 
 Used by the loader: a rank reads its own rows (`sharding`), and rows that a checkpoint mixes are put
-in order (`GatesAfterQueries`).
+in order (`ReorderedRows`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.checkpoint.tensor_schema import FUSED_DELTA
+from quickstep.model.decoder_spec import GatedDelta, ModelSpec
 from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
@@ -76,33 +78,53 @@ class ChosenRows(ABC):
         return found
 
 
-class GatesAfterQueries(ChosenRows):
-    """Queries of all heads before the gates of all heads, where `q_proj` has those of each head one
-    after the other (Qwen3-Next, Qwen3.5).
-    """
+class ReorderedRows(ChosenRows):
+    """All rows, in the orders of `row_orders`."""
 
-    def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
+    def __init__(self, source: TensorSource, orders: Mapping[str, NumberedRows]) -> None:
         super().__init__(source)
-        num_keys = spec.num_kv_heads * spec.head_size
-        keys = (range(num_keys),), num_keys
-        self._rows_of: dict[str, NumberedRows] = {
-            "q_proj": (gate_order(spec), 2 * spec.num_heads * spec.head_size),
-            "k_proj": keys,
-            "v_proj": keys,
-        }
+        self._orders = orders
 
     def rows_of(self, name: str) -> NumberedRows | None:
-        """Of the matrices that are packed together."""
-        return self._rows_of.get(module_of(name))
+        """`ChosenRows.rows_of`."""
+        return self._orders.get(module_of(name))
 
 
-def gate_order(spec: ModelSpec) -> tuple[range, ...]:
-    """Of a `q_proj` with gates, the queries of all heads before the gates; () of others."""
-    if not spec.attention_gate:
-        return ()
-    size, num_rows = spec.head_size, 2 * spec.num_heads * spec.head_size
-    starts = [*range(0, num_rows, 2 * size), *range(size, num_rows, 2 * size)]
-    return tuple([range(start, start + size) for start in starts])
+def row_orders(spec: ModelSpec) -> dict[str, NumberedRows]:
+    """The rows of matrices whose order in files is another than that of their products, and of
+    those that are packed together with them.
+
+    With gates of attention, `q_proj` has the queries and the gates of each head one after the
+    other (Qwen3-Next, Qwen3.5); here the queries of all heads are before all gates. The fused
+    projections of Qwen3-Next have what belongs to each key head one after the other.
+    """
+    orders: dict[str, NumberedRows] = {}
+    if spec.attention_gate:
+        size, num_rows = spec.head_size, 2 * spec.num_heads * spec.head_size
+        num_keys = spec.num_kv_heads * spec.head_size
+        orders["q_proj"] = _by_kinds(spec.num_heads, (size, size)), num_rows
+        orders["k_proj"] = orders["v_proj"] = (range(num_keys),), num_keys
+    mixers = (layer.state_mixer for layer in spec.layers)
+    delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
+    if delta is not None and spec.naming.fused_delta:
+        num_keys, per_key = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
+        values = per_key * delta.value_size
+        sizes = (delta.key_size, delta.key_size, values, values), (per_key, per_key)
+        for name, of_head in zip(FUSED_DELTA, sizes, strict=True):
+            orders[name] = _by_kinds(num_keys, of_head), num_keys * sum(of_head)
+    return orders
+
+
+def _by_kinds(num_heads: int, sizes: Sequence[int]) -> tuple[range, ...]:
+    """Of rows that are so many of each kind for one head after the other: the first kind of all
+    heads, then the second, ...
+    """
+    firsts = accumulate(sizes, initial=0)
+    return tuple(
+        range(head * sum(sizes) + first, head * sum(sizes) + first + size)
+        for first, size in zip(firsts, sizes, strict=False)
+        for head in range(num_heads)
+    )
 
 
 def module_of(name: str) -> str:

@@ -184,12 +184,17 @@ class Decoder:
 
     def _embedding(self, batch: ForwardBatch) -> Tensor:
         """Embeddings [T, hidden] of the batch's tokens, with their adapters."""
-        x = self._embedded(batch.token_ids)
+        x = self._rows(batch.token_ids)
         if batch.lora is not None:
             self._ops.add_lora_(x, batch.token_ids, embedding_number(self._spec), batch.lora)
         return x if self._multiplier == 1.0 else x * self._multiplier
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """What the first layer gets of tokens [T] without adapters, [T, hidden]."""
+        x = self._rows(token_ids)
+        return x if self._multiplier == 1.0 else x * self._multiplier
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
         weight, dtype = self._weights.embed_tokens, self._weights.final_norm.dtype
         assert weight is not None, "the first stage of a pipeline embeds"
         ranks = self._ops.ranks

@@ -347,6 +347,8 @@ class TensorNaming(msgspec.Struct, frozen=True):
         bias_row: `selection_bias` is stored as one row [1, E].
         renames: Parts of the files' tensor names, and what they are in the standard names.
         ignored_module: A module of a layer that is not computed.
+        fused_delta: The projections of `GatedDelta` are two matrices, `in_proj_qkvz` and
+            `in_proj_ba`, of whose rows each key head has its part.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -364,6 +366,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
     gate_above_up: bool = False
     renames: tuple[tuple[str, str], ...] = ()
     ignored_module: str | None = None
+    fused_delta: bool = False
 
 
 STANDARD_NAMING = TensorNaming()
@@ -429,6 +432,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
             bias.
         gated: The MLP has a gate; otherwise its activation is of up itself.
         head_bias: The output projection has a bias.
+        num_prediction_layers: Layers after the last one by the config, for drafts (`model.mtp`);
+            the files may lack them.
     """
 
     architecture: str
@@ -475,6 +480,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     norm_bias: bool = False
     gated: bool = True
     head_bias: bool = False
+    num_prediction_layers: int = 0
 
     @property
     def kv_size(self) -> KVSize:

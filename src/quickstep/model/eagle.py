@@ -105,7 +105,7 @@ class EagleWeights(msgspec.Struct, frozen=True):
 
 
 class EagleModel:
-    """An EAGLE layer; see `model.interface.Model`. `ForwardBatch.features` are its other input."""
+    """An EAGLE layer; see `model.interface.FeatureModel`."""
 
     def __init__(
         self,
@@ -123,6 +123,9 @@ class EagleModel:
         self._ops = ops
         self._max_model_len = max_model_len
         self._attention = AttentionParams(spec.decoder.attention_scale, None, None)
+        self.name = "eagle3" if spec.is_fused else "eagle"
+        self.aux_layers = spec.aux_layers
+        self.target_ids = weights.target_ids
 
     @property
     def spec(self) -> EagleSpec:
@@ -177,7 +180,7 @@ class EagleModel:
 
     @property
     def feature_sizes(self) -> tuple[int, int]:
-        """Elements of a feature from the target, and of one that it predicted itself."""
+        """`FeatureModel.feature_sizes`."""
         hidden_size = self._spec.decoder.hidden_size
         return hidden_size * (len(self._spec.aux_layers) or 1), hidden_size
 

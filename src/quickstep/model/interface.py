@@ -15,6 +15,8 @@ from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout, Stat
 from quickstep.ops.tensors import AnyTensor, Device, DType, find_dtype, head_width, torch_dtype
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
@@ -152,3 +154,24 @@ class Model(Protocol):
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture; a tensor of
         the same class as `hidden`. `lora`: the adapters of the E.
         """
+
+
+@runtime_checkable
+class FeatureModel(Model, Protocol):
+    """A layer that drafts from hidden states of a target, `ForwardBatch.features`: that of EAGLE,
+    or a prediction layer of the target's own checkpoint.
+    """
+
+    name: str
+    """`eagle`, `eagle3` or `mtp`."""
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose inputs are the features; () for its final hidden states."""
+    target_ids: npt.NDArray[np.int64] | None
+    """[draft V] the target's ids of its own vocabulary; None where they are equal."""
+
+    @property
+    def feature_sizes(self) -> tuple[int, int]:
+        """Elements of a feature from the target, and of one that it predicted itself."""
+
+    def with_ops(self, ops: OpTable) -> FeatureModel:
+        """The same model and weights on another op table, which must read these weights."""

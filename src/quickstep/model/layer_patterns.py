@@ -99,11 +99,29 @@ def lfm_width(fields: ConfigFields) -> int:
     return -(-width // multiple) * multiple
 
 
+def lfm_experts(fields: ConfigFields) -> MoESpec:
+    """A sigmoid, and a bias of each expert for the choice unless `use_expert_bias` is off."""
+    return MoESpec(
+        num_experts=fields.integer("num_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalise=fields.flag("norm_topk_prob"),
+        sigmoid=True,
+        selection_bias=fields.flag("use_expert_bias"),
+        weight_scale=fields.number("routed_scaling_factor"),
+    )
+
+
+def lfm_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All but the first `num_dense_layers`."""
+    first = fields.optional_integer("num_dense_layers") or 0
+    return tuple(index >= first for index in range(num_layers))
+
+
 def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
     listed = fields.sequence("layer_types")
     period = fields.optional_integer("full_attention_interval") or 4
-    fields.optional_integer("mtp_num_hidden_layers")  # of a head for drafts, not computed
     _only(fields, "output_gate_type", "swish")
     if listed is None:
         kinds = ("linear_attention", "full_attention")
@@ -155,14 +173,30 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
 
 def granite_hybrid_width(fields: ConfigFields) -> int:
     """That of the MLP, which is an expert of all tokens in models that have others."""
-    if fields.optional_integer("num_local_experts"):
-        raise ConfigError(
-            f"{fields.source} has {fields.integer('num_local_experts')} experts next to Mamba "
-            "layers, which is not supported; choose a dense model of the family"
-        )
-    for key in ("intermediate_size", "num_experts_per_tok"):
+    for key in ("intermediate_size", "num_experts_per_tok"):  # of experts
         fields.optional_integer(key)
     return fields.integer("shared_intermediate_size")
+
+
+def granite_hybrid_experts(fields: ConfigFields) -> MoESpec | None:
+    """A softmax over the chosen experts, and the MLP as an expert of all tokens; None for a dense
+    model (Granite 4).
+    """
+    count = fields.optional_integer("num_local_experts")
+    if not count:
+        return None
+    return MoESpec(
+        num_experts=count,
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=True,
+        shared_width=fields.integer("shared_intermediate_size"),
+    )
+
+
+def granite_hybrid_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Every layer, if there are experts."""
+    return (bool(fields.optional_integer("num_local_experts")),) * num_layers
 
 
 def granite_hybrid_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
@@ -451,7 +485,6 @@ def all_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 
 def glm_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """All but the first `first_k_dense_replace` layers."""
-    fields.optional_integer("num_nextn_predict_layers")  # after the last one, not computed
     first = fields.optional_integer("first_k_dense_replace") or 0
     return tuple(index >= first for index in range(num_layers))
 
@@ -663,7 +696,7 @@ def minimax_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Rope
 
 def minimax_experts(fields: ConfigFields) -> MoESpec:
     """A sigmoid, and a bias of each expert for the choice."""
-    for name in ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"):
+    for name in ("mlp_intermediate_size", "mtp_transformer_layers", "use_mtp"):
         fields.value(name)  # of layers that are not there, and of heads that are not computed
     return MoESpec(
         num_experts=fields.integer("num_local_experts"),
@@ -691,7 +724,6 @@ def ernie_experts(fields: ConfigFields) -> MoESpec:
 
 def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Each `moe_layer_interval`-th layer, from one to another."""
-    fields.optional_integer("num_nextn_predict_layers")  # after the last one, not computed
     first = fields.optional_integer("moe_layer_start_index") or 0
     last = fields.optional_integer("moe_layer_end_index")
     last = num_layers - 1 if last in (None, -1) else last

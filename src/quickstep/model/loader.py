@@ -25,7 +25,6 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorSource,
 )
 from quickstep.model.checkpoint.tensor_schema import (
-    DELTA_PROJECTIONS,
     EXPERT_FACTORS,
     LATENT_HEADS,
     LAYER_INPUTS,
@@ -34,6 +33,8 @@ from quickstep.model.checkpoint.tensor_schema import (
     ROUTER_SCALE,
     STATE_MIXER,
     bias_of,
+    delta_projections,
+    gate_up_parts,
     layer_norms,
     qkv_parts,
     shared_gate,
@@ -44,7 +45,7 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
-from quickstep.model.chosen_rows import GatesAfterQueries
+from quickstep.model.chosen_rows import ReorderedRows, row_orders
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import (
     LatentSpec,
@@ -193,8 +194,8 @@ def _load_model(
             progress(num_bytes, total_bytes)
 
     stored = _open_source(weights, *_places(dtype, device, on_host), report)
-    if spec.attention_gate:
-        stored = GatesAfterQueries(stored, spec)
+    if orders := row_orders(spec):
+        stored = ReorderedRows(stored, orders)
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
@@ -207,6 +208,23 @@ def _places(
 ) -> tuple[DType | torch.dtype, torch.device | Device]:
     """Of which kind tensors are, and where."""
     return (dtype, device) if on_host else (torch_dtype(dtype), torch_device(device))
+
+
+def open_part(
+    weights: CheckpointWeights, like: AnyTensor, load: LoadConfig, ops: OpTable
+) -> TensorSource:
+    """The tensors of a part of a checkpoint, in the dtype and at the place of a tensor of the model
+    that is loaded already.
+    """
+    stored = _open_source(weights, like.dtype, like.device, None)
+    if orders := row_orders(weights.spec):
+        stored = ReorderedRows(stored, orders)
+    return quantizing(stored, load.quantization, weights.names, ops)
+
+
+def pack_layer(spec: ModelSpec, ops: OpTable, source: TensorSource, start: str) -> LayerWeights:
+    """Pack the only layer of a spec, whose tensors' names begin with `start`."""
+    return _Packing(spec, ops, source, _ONE_STAGE).layer(start, spec.layers[0])
 
 
 def without_layers(checkpoint: Checkpoint, model: Decoder, load: LoadConfig) -> Decoder:
@@ -359,9 +377,11 @@ class _Packing:
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
         for index in self._stage.layers(self._spec):
-            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index])
+            yield self.layer(f"{prefix}layers.{index}.", self._spec.layers[index])
 
-    def _layer(self, start: str, layer: LayerSpec) -> LayerWeights:
+    def layer(self, start: str, layer: LayerSpec) -> LayerWeights:
+        """One layer, whose tensors' names begin with `start`."""
+
         def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
@@ -414,8 +434,9 @@ class _Packing:
             key_size=mixer.key_size,
             eps=self._spec.norm_eps,
         )
+        projections = tuple(name for name, _ in delta_projections(mixer, self._spec.naming))
         return GatedDeltaWeights(
-            self._linear(start, DELTA_PROJECTIONS, False),
+            self._linear(start, projections, False),
             delta,
             self._linear(start, ("out_proj",), False),
         )
@@ -498,9 +519,7 @@ class _Packing:
         )
 
     def _dense(self, start: str) -> MLPWeights:
-        fused = self._spec.naming.fused_gate_up
-        parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
-        parts = parts if self._spec.gated else ("up_proj",)
+        parts = gate_up_parts(self._spec.naming) if self._spec.gated else ("up_proj",)
         bias = self._spec.mlp_bias
         return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
@@ -527,7 +546,7 @@ class _Packing:
             selection_bias = selection_bias.view(moe.num_experts)
         if moe.shared_width:
             shared = MLPWeights(
-                self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),
+                self._linear(f"{start}{naming.shared_expert}.", gate_up_parts(naming), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
         packed_gate = None

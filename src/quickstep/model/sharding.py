@@ -120,9 +120,9 @@ class ShardedSource(ChosenRows):
         if name in self._outer:
             return (self._vocab[0],), self._vocab[1]
         module = module_of(name)
-        if self._shared in name:
-            return self._of_shared.get(module)
-        return (self._of_experts if self._experts in name else self._modules).get(module)
+        if self._experts in name:  # first: an expert of all tokens may be the MLP they are in
+            return self._of_experts.get(module)
+        return (self._of_shared if self._shared in name else self._modules).get(module)
 
 
 def shard_adapter(

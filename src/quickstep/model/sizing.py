@@ -11,7 +11,7 @@ its widest point, and three copies of the sampled logits in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -66,7 +66,7 @@ class ElementBytes(msgspec.Struct, frozen=True):
 
 
 class DraftSizes(msgspec.Struct, frozen=True):
-    """What drafts need in addition: a draft model, an EAGLE layer or Medusa heads.
+    """What drafts need in addition: a draft model, an EAGLE or prediction layer, or Medusa heads.
 
     Attributes:
         spec: The draft model or the layer; None for Medusa heads, which have no KV.
@@ -177,16 +177,29 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
     scheme = find_scheme(quantization)
     if scheme is None or not spec.native:
         return num_parameters(spec) * dtype_bytes
+    return tensor_bytes(spec, _tensors(spec), dtype_bytes, quantization)
+
+
+def tensor_bytes(
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, tuple[int, ...]]],
+    dtype_bytes: int,
+    quantization: str | None,
+) -> int:
+    """Bytes of these tensors of a model in memory, of a checkpoint that is not quantized."""
+    scheme = find_scheme(quantization)
     total = 0
-    for name, shape in _tensors(spec):
+    for name, shape in tensors:
         plain = (
             f"{spec.naming.router}.weight",
             f"{LATENT_HEADS}.weight",
             shared_gate(spec),
         )
-        is_plain = len(shape) != 2 or name.endswith(plain)
+        if scheme is None or len(shape) != 2 or name.endswith(plain):
+            total += math.prod(shape) * dtype_bytes
+            continue
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
-        total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
+        total += form.num_bytes(shape)
     return total
 
 

@@ -48,6 +48,8 @@ from quickstep.model.encoders.read_spec import read_encoder_spec
 from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
+# Keys that count layers for drafts after the last one (`model.mtp`).
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _MOST_EXPERTS = 10_000  # of a layer; as with layers, a damaged count would take all memory
 _CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -130,8 +132,17 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
+    num_prediction_layers = _num_prediction_layers(fields)
     foreign = fields.foreign(architecture.neutral)
-    return replace(spec, notes=(*_notes(config, name), *_notes_on(spec, foreign)))
+    return replace(
+        spec,
+        notes=(*_notes(config, name), *_notes_on(spec, foreign)),
+        num_prediction_layers=num_prediction_layers,
+    )
+
+
+def _num_prediction_layers(fields: ConfigFields) -> int:
+    return max(fields.optional_integer(key) or 0 for key in _PREDICTION_LAYERS)
 
 
 def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:

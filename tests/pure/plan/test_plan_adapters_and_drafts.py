@@ -199,6 +199,58 @@ def test_a_plan_has_all_of_several_models_that_draft(capsys, tmp_path) -> None:
     assert found["options"][0]["predicted"]["tpot_s"]["p50"] < 0.7 * slow
 
 
+def test_a_plan_has_the_prediction_layer_of_the_model(capsys, tmp_path) -> None:
+    """The sizes of GLM-4.5-Air: a layer is a mixture of 128 experts, `fc` and norms come to it."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_GLM))
+    flags = ("--hardware", "h100x8", "--rate", "1", "--input", "200", "--output", "40", "--json")
+
+    def planned(*more: str) -> dict[str, object]:
+        assert main(("plan", str(path), *flags, *more)) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain = planned()["options"][0]["predicted"]["tpot_s"]["p50"]
+    found = planned("--speculative-method", "mtp", "--acceptance", "0.8")
+    labels = {row["label"]: row["num_bytes"] for row in found["memory"]}
+    size, width, queries, keys = 4096, 1408, 96 * 128, 8 * 128
+    attention = size * (2 * queries + 2 * keys) + queries + 2 * keys
+    experts = 129 * 3 * size * width + 128 * size + 128
+    assert labels["draft weights"] == 2 * (attention + experts + 2 * size * size + 5 * size)
+    assert labels["draft KV cache"] > 0
+    assert found["options"][0]["predicted"]["tpot_s"]["p50"] < plain
+    assert main((*PLAN, "--speculative-method", "mtp")) == 2
+    assert "counts no prediction layer" in capsys.readouterr().err
+
+
+_GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
 def _write_heads(folder: Path, num_heads: int, hidden_size: int) -> int:
     """A checkpoint of Medusa heads without projections, its data a hole; how many parameters."""
     entries, size = {}, 2 * hidden_size * hidden_size

@@ -544,7 +544,7 @@ _DRAFTS_AND_ADAPTERS = (
         "--speculative-algorithm --spec-type --spec-method",
         (*_SGLANG, *_LLAMA, *_VLLM),
         "--speculative-method NAME",
-        "suffix, ngram, draft, medusa, eagle, eagle3 or off",
+        "suffix, ngram, draft, medusa, eagle, eagle3, mtp or off",
         takes="NAME",
     ),
     _row("--spec-model", _VLLM, "--speculative-model {value}", takes="MODEL"),

@@ -117,6 +117,11 @@ def add_drafts(group: argparse._ArgumentGroup) -> None:
         "methods, of which each sequence has the drafts that are predicted to gain most",
     )
     group.add_argument(
+        "--speculative-method",
+        choices=[SpeculationMethod.MTP.value],
+        help="also draft with the prediction layer of the model's own checkpoint (mtp)",
+    )
+    group.add_argument(
         "--num-speculative-tokens",
         type=positive_int,
         default=4,
@@ -129,7 +134,8 @@ def add_drafts(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="PART",
         help="probability that a proposed token is accepted, after those before it were; repeat it "
-        f"for each model, in their order (default: {_ACCEPTANCE})",
+        "for each model, in their order, that of a prediction layer first "
+        f"(default: {_ACCEPTANCE})",
     )
 
 
@@ -147,17 +153,22 @@ def adapters_of(args: argparse.Namespace, spec: ModelSpec) -> LoRASizes | None:
 
 def drafts_of(args: argparse.Namespace, target: ModelSpec) -> tuple[DraftModel, ...]:
     """What drafts for the target by the flags. Raises ConfigError."""
-    from quickstep.engine.speculation import check_methods
+    from quickstep.engine.speculation import check_methods, planned_mtp
     from quickstep.plan.candidates import DraftModel
 
     names: list[str] = args.speculative_model or []
     given: list[float] = args.acceptance or [_ACCEPTANCE]
-    if len(given) not in (1, len(names)):
+    own = [] if args.speculative_method is None else [SpeculationMethod(args.speculative_method)]
+    if len(given) not in (1, len(own) + len(names)):
+        also = " and --speculative-method once" if own else ""
         raise ConfigError(
-            f"--acceptance is given {len(given)} times and --speculative-model {len(names)} times; "
-            "give one for all models, or one for each"
+            f"--acceptance is given {len(given)} times and --speculative-model {len(names)} times"
+            f"{also}; give one for all models, or one for each"
         )
-    found = [_found_draft(name, target) for name in names]
+    elements = element_bytes(target, args.quantization, "auto")
+    found = [(method, planned_mtp(target, elements, CacheConfig().block_size)) for method in own]
+    found += [_found_draft(name, target) for name in names]
+    names = [*(method.value for method in own), *names]
     check_methods([(method, name) for (method, _), name in zip(found, names, strict=True)])
     acceptances = given if len(given) == len(names) else given * len(names)
     return tuple(
@@ -182,7 +193,7 @@ def _found_draft(name: str, target: ModelSpec) -> tuple[SpeculationMethod, Draft
     checkpoint = None if path.name == "config.json" else local_checkpoint(name)
     if checkpoint is not None and (is_gguf(path) or any(checkpoint.path.glob("*.safetensors"))):
         speculation = SpeculationConfig((ProposerConfig(model=name),))
-        (one,) = draft_checkpoints(EngineConfig(LoadConfig(), speculation=speculation))
+        (one,) = draft_checkpoints(EngineConfig(LoadConfig(), speculation=speculation), None)
         elements = element_bytes(target, None, "auto")
         block_size = CacheConfig().block_size
         return one.method, sizes_of(one, target, elements.dtype, elements.scratch, block_size)
@@ -233,8 +244,11 @@ def measured_steps(
     from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.plan.hardware import THIS, parse_hardware
 
-    checkpoint, folder = local_checkpoint(model_of(args)), cache_dir()
-    if parse_hardware(args.hardware)[0] != THIS or checkpoint is None or folder is None:
+    name, folder = model_of(args), cache_dir()
+    if parse_hardware(args.hardware)[0] != THIS or Path(name).name == "config.json":
+        return None
+    checkpoint = local_checkpoint(name)
+    if checkpoint is None or folder is None:
         return None
     path = str(checkpoint.path.resolve())
     source = FitSource(path, args.quantization, args.kv_cache_dtype)

@@ -16,8 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER, qkv_parts
-from quickstep.model.chosen_rows import gate_order
+from quickstep.model.checkpoint.tensor_schema import STATE_MIXER, delta_projections, qkv_parts
+from quickstep.model.chosen_rows import row_orders
 from quickstep.model.decoder_spec import (
     GatedDelta,
     LatentSpec,
@@ -199,11 +199,12 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     """
     hidden, naming = spec.hidden_size, spec.naming
     found: dict[str, LoRAModule] = {}
+    orders, in_order = row_orders(spec), ((), 0)
     for layer, kind in enumerate(spec.layers):
         for projection, parts, num_inputs in _dense_modules(spec.of_layer(layer), kind):
             first = 0
             for name, num_outputs in parts:
-                rows = gate_order(spec) if name == "self_attn.q_proj" else ()
+                rows, _ = orders.get(name.rpartition(".")[2], in_order)
                 place = module_number(layer, projection), first, num_outputs, num_inputs
                 found[f"layers.{layer}.{name}"] = LoRAModule(*place, rows=rows)
                 first += num_outputs
@@ -249,7 +250,7 @@ def _mixer_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
         return
     parts = [("in_proj", mixer.num_inputs)]
     if isinstance(mixer, GatedDelta):
-        parts = list(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+        parts = list(delta_projections(mixer, spec.naming))
     yield Projection.QKV, [(f"{STATE_MIXER}{name}", count) for name, count in parts], hidden
     yield Projection.O_PROJ, [(f"{STATE_MIXER}out_proj", hidden)], mixer.num_outputs
 

@@ -31,6 +31,10 @@ _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
         "ffn_gate_exps": "mlp.experts.{}.gate_proj",
         "ffn_up_exps": "mlp.experts.{}.up_proj",
         "ffn_down_exps": "mlp.experts.{}.down_proj",
+        "nextn.eh_proj": "eh_proj",
+        "nextn.enorm": "enorm",
+        "nextn.hnorm": "hnorm",
+        "nextn.shared_head_norm": "shared_head.norm",
     }
 )
 _GEMMA_PARTS = {

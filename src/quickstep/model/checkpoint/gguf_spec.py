@@ -158,7 +158,8 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     if head_size < 1:
         raise ConfigError(f"{file.path.name} has {heads} heads in {hidden} inputs")
     layers = fields.integer("block_count", MOST_LAYERS)
-    layers -= fields.optional_integer("nextn_predict_layers") or 0  # the last ones, for drafts
+    num_nextn = fields.optional_integer("nextn_predict_layers") or 0  # the last ones, for drafts
+    layers -= num_nextn
     if value_size != head_size:
         raise ConfigError(
             f"{file.path.name} has keys of {head_size} and values of {value_size}, they must agree"
@@ -188,6 +189,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         **dialect.config,
         **_of_keys(fields, dialect.keys),
         **({"use_qk_norm": has_qk_norm} if dialect.optional_qk_norm else {}),
+        **({"num_nextn_predict_layers": num_nextn} if num_nextn else {}),
     }
 
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import (
+    GatedDelta,
     LatentSpec,
     LayerSpec,
     Mamba2,
@@ -21,6 +22,7 @@ from quickstep.model.decoder_spec import (
     QKNorm,
     ShortConv,
     StateMixer,
+    TensorNaming,
 )
 
 Shape = tuple[int, ...]
@@ -29,6 +31,8 @@ Shapes = dict[str, Shape]  # by tensor name
 STATE_MIXER = "linear_attn."
 # of Gated DeltaNet, in the order in which they are one matrix
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+FUSED_DELTA = ("in_proj_qkvz", "in_proj_ba")
 
 # The keys and values of all heads as products of a latent: in the model's dtype in every format.
 LATENT_HEADS = "kv_b_proj"
@@ -112,7 +116,7 @@ def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     start = f"{prefix}layers.{index}."
     layer, spec = spec.layers[index], spec.of_layer(index)
     mixer = layer.state_mixer
-    of_mixer = _attention(spec, layer) if mixer is None else _state_mixer(mixer, spec.hidden_size)
+    of_mixer = _attention(spec, layer) if mixer is None else _state_mixer(mixer, spec)
     relative = dict(of_mixer)
     for name in _norm_names(spec, layer.sparse):
         relative[f"{name}.weight"] = (spec.hidden_size,)
@@ -199,8 +203,18 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]
             yield "self_attn.k_norm.weight", of_keys
 
 
-def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
-    start = STATE_MIXER
+def delta_projections(mixer: GatedDelta, naming: TensorNaming) -> tuple[tuple[str, int], ...]:
+    """The matrices that make a token's inputs of Gated DeltaNet, and their outputs, in the order in
+    which they are one.
+    """
+    if naming.fused_delta:
+        channels, values, heads, _ = mixer.parts
+        return tuple(zip(FUSED_DELTA, (channels + values, 2 * heads), strict=True))
+    return tuple(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+
+
+def _state_mixer(mixer: StateMixer, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    start, hidden = STATE_MIXER, spec.hidden_size
     if isinstance(mixer, ShortConv):
         channels = mixer.num_channels
         yield from _projection(f"{start}in_proj", 3 * channels, hidden, mixer.bias)
@@ -213,7 +227,7 @@ def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
         yield from _mamba(mixer, hidden)
         return
     heads, values = mixer.num_value_heads, mixer.num_values
-    for name, num_outputs in zip(DELTA_PROJECTIONS, mixer.parts, strict=True):
+    for name, num_outputs in delta_projections(mixer, spec.naming):
         yield from _projection(f"{start}{name}", num_outputs, hidden, False)
     yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
     yield f"{start}A_log", (heads,)
@@ -264,7 +278,7 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             row = (1,) if naming.bias_row else ()
             yield naming.selection_bias, (*row, spec.moe.num_experts)
         if spec.moe.shared_width:
-            yield from _gated(naming.shared_expert, spec.moe.shared_width, hidden)
+            yield from _shared_expert(naming, spec.moe.shared_width, hidden)
         if spec.moe.shared_gate:
             yield shared_gate(spec), (1, hidden)
         for expert in range(spec.moe.num_experts):
@@ -288,10 +302,16 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
 
 
-def _gated(module: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
-    for name in ("gate_proj", "up_proj"):
-        yield f"{module}.{name}.weight", (width, hidden)
-    yield f"{module}.down_proj.weight", (hidden, width)
+def _shared_expert(naming: TensorNaming, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
+    parts = gate_up_parts(naming)
+    for name in parts:
+        yield f"{naming.shared_expert}.{name}.weight", (2 * width // len(parts), hidden)
+    yield f"{naming.shared_expert}.down_proj.weight", (hidden, width)
+
+
+def gate_up_parts(naming: TensorNaming) -> tuple[str, ...]:
+    """The matrices of an MLP or of the expert of all tokens that make gate and up."""
+    return ("gate_up_proj",) if naming.fused_gate_up else ("gate_proj", "up_proj")
 
 
 def _projection(module: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import (
     DELTA_PROJECTIONS,
+    FUSED_DELTA,
     LATENT_HEADS,
     Shapes,
     layer_tensors,
@@ -67,6 +68,7 @@ _STACKS = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     DELTA_PROJECTIONS,
+    FUSED_DELTA,
 )
 
 
@@ -147,9 +149,40 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             total -= math.prod(head) * dtype_bytes if form is None else form.num_bytes(head)
         return total
 
+    def of_part(
+        self, spec: ModelSpec, start: str, shapes_of: Callable[[ModelSpec], Shapes]
+    ) -> CheckpointWeights:
+        """Those of another part of the files, whose names begin with `start`; its experts may be
+        stored in another way. Raises ConfigError.
+        """
+        in_files = {
+            name: tensor.shape
+            for name, tensor in self.files.tensors.items()
+            if name.startswith(start)
+        }
+        spec = as_stored(spec, in_files)
+        experts = find_fused_experts(spec, quantization_config(self.config), in_files)
+        storage = None if experts is not None else find_storage(self.config, self.files)
+        parts = storage, self.names, shapes_of(spec), experts
+        return CheckpointWeights(spec, self.config, self.files, *parts)
+
     def check(self) -> None:
         """Raise ConfigError, in one sentence, where files and architecture differ."""
         what = f"the checkpoint and {self.spec.architecture} differ"
+        expected, tensors = self.check_stored(what), self.files.tensors
+        unused = [name for name in tensors if name not in expected]
+        unexpected = [name for name in unused if not self._ignored(tensors[name])]
+        if unexpected:
+            kinds = sorted({tensors[name].dtype for name in unexpected})
+            raise ConfigError(
+                f"{what}: {some_tensors(unexpected)} not part of the architecture (stored as "
+                f"{', '.join(kinds)}){self._without_config()}"
+            )
+
+    def check_stored(self, what: str) -> Shapes:
+        """The tensors that the files must hold for `shapes`. Raises ConfigError, a sentence that
+        begins with `what`, where they do not.
+        """
         expected, tensors = self.stored(), self.files.tensors
         missing = [name for name in expected if name not in tensors]
         if missing:
@@ -169,14 +202,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
                     f"{what}: tensor {name!r} is stored as {tensors[name].dtype}; supported are "
                     f"{', '.join(STORED_DTYPES)}{self._without_config()}"
                 )
-        unused = [name for name in tensors if name not in expected]
-        unexpected = [name for name in unused if not self._ignored(tensors[name])]
-        if unexpected:
-            kinds = sorted({tensors[name].dtype for name in unexpected})
-            raise ConfigError(
-                f"{what}: {some_tensors(unexpected)} not part of the architecture (stored as "
-                f"{', '.join(kinds)}){self._without_config()}"
-            )
+        return expected
 
     def unused(self) -> tuple[str, ...]:
         """Heads, layers and fixed scales in the files that no token depends on: not read."""

@@ -91,6 +91,15 @@ class FusedExperts(msgspec.Struct, frozen=True):
         }
 
 
+def one_by_one(spec: ModelSpec) -> ModelSpec:
+    """The spec before `as_stored`."""
+    naming = spec.naming
+    if not (naming.fused_experts and naming.gate_above_up and naming.expert_parts == _ALL):
+        return spec
+    apart = replace(naming, fused_experts=False, gate_above_up=False, expert_parts=_ONE_BY_ONE)
+    return replace(spec, naming=apart)
+
+
 def as_stored(spec: ModelSpec, shapes: Shapes) -> ModelSpec:
     """The spec with experts under the names that the files have: one by one, or a projection of all
     in one tensor with gate above up, as newer files have them.

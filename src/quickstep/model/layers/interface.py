@@ -92,11 +92,13 @@ class LayerStack(msgspec.Struct, frozen=True):
         unpack: The stream again.
         states: What the layers with a state keep of a sequence, in their order.
         end: Stream -> [T, hidden], normed. Not called for a stream of no tokens.
+        total: Stream -> [T, hidden], not normed.
     """
 
     begin: Callable[[Tensor], Any]
     layers: tuple[Layer[Any], ...]
     end: Callable[[Any], Tensor]
+    total: Callable[[Any], Tensor]
     pack: Callable[[Any], tuple[Tensor, ...]]
     unpack: Callable[[tuple[Tensor, ...]], Any]
     states: tuple[StateSize, ...] = ()

@@ -146,7 +146,11 @@ def build_layers(
     def end(stream: ResidualStream) -> Tensor:
         return _add_and_norm(outer, stream, weights.final_norm, weights.final_bias)[0]
 
-    return LayerStack(ResidualStream, tuple(layers), end, _pack, _unpack, tuple(states))
+    def total(stream: ResidualStream) -> Tensor:
+        return _add_and_norm(outer, stream, None, None)[0]
+
+    ends = end, total, _pack, _unpack
+    return LayerStack(ResidualStream, tuple(layers), *ends, tuple(states))
 
 
 def _pack(stream: ResidualStream) -> tuple[Tensor, ...]:

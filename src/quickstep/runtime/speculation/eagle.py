@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from quickstep.config import MAX_SPECULATIVE_TOKENS
 from quickstep.model.decoder import Decoder
-from quickstep.model.eagle import EagleModel
+from quickstep.model.interface import FeatureModel
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import (
     BFLOAT16,
@@ -75,7 +75,7 @@ class EagleProposer:
     def __init__(
         self,
         target: Decoder,
-        model: EagleModel,
+        model: FeatureModel,
         kv: KVCache,
         num_blocks: int,
         block_size: int,
@@ -87,14 +87,14 @@ class EagleProposer:
         def steps(num_features: int) -> StepModel:
             return open_steps(model, kv, block_size, enforce_eager, num_features=num_features)
 
-        self.name = "eagle3" if model.spec.is_fused else "eagle"
-        self.aux_layers = tuple(sorted(set(model.spec.aux_layers)))
+        self.name = model.name
+        self.aux_layers = tuple(sorted(set(model.aux_layers)))
         self.reads_final = not self.aux_layers
-        self._features = [self.aux_layers.index(aux_layer) for aux_layer in model.spec.aux_layers]
+        self._features = [self.aux_layers.index(aux_layer) for aux_layer in model.aux_layers]
         self._first_steps = steps(of_target)
         self._next_steps = self._first_steps if of_itself == of_target else steps(of_itself)
         self._sample = open_sampler(target)
-        self._target_ids = model.weights.target_ids
+        self._target_ids = model.target_ids
         self._vocab_size = target.vocab_size
         self._max_model_len = model.max_model_len
         self._block_size = block_size

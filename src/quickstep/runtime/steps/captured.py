@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from quickstep.model.decoder import Decoder
-from quickstep.model.eagle import EagleModel
-from quickstep.model.interface import EmittingTokens, ForwardBatch
+from quickstep.model.interface import EmittingTokens, FeatureModel, ForwardBatch
 from quickstep.model.stages import NUM_CARRIED, Stage
 from quickstep.ops.native.library import StepCall
 from quickstep.ops.native.lora import PackedLoRA
@@ -48,7 +47,7 @@ _LEAST_EMITTING = 8
 
 
 def record(
-    model: Decoder | EagleModel,
+    model: Decoder | FeatureModel,
     kv: KVCache,
     block_size: int,
     every_token: bool,
@@ -115,7 +114,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        model: Decoder | EagleModel,
+        model: Decoder | FeatureModel,
         steps: NativeSteps,
         recordings: Recordings,
         kv: KVCache,

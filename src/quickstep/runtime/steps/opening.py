@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from quickstep.model.decoder import Decoder
-from quickstep.model.eagle import EagleModel
-from quickstep.model.interface import Model
+from quickstep.model.interface import FeatureModel, Model
 from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import torch_device
 from quickstep.runtime.steps.captured import CapturedSteps, Recordings, record
@@ -53,9 +52,9 @@ def open_steps(
 
     `adapters` are those that rows may name, as they are when a step is prepared; None if rows never
     have one, so that nothing of a step is about adapters. `aux_layers` are those of a decoder whose
-    inputs are results as well; `num_features` is N of an `EagleModel`, else 0.
+    inputs are results as well; `num_features` is N of an `FeatureModel`, else 0.
     """
-    if isinstance(model, Decoder | EagleModel) and not enforce_eager and model.ops.steps:
+    if isinstance(model, Decoder | FeatureModel) and not enforce_eager and model.ops.steps:
         with_lora = adapters is not None
         of = partial(record, model, kv, block_size, with_lora=with_lora, num_features=num_features)
         of_emitting = of(every_token=False, aux_layers=aux_layers)
