@@ -47,6 +47,7 @@ BEYOND_THE_SCHEMA = re.compile(
     stream_options\ needs\ stream
     | background:\ true\ needs\ store
     | starting_after\ needs\ stream|conv_id\ is|conversation_id\ has
+    | id_slot\ is\ -?\d+,|filename\ is\ '
     | from\ is\ .*,\ the\ stream\ has | a\ server\ without\ API\ keys\ lists
     | top_logprobs\ needs\ (logprobs|include)
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
