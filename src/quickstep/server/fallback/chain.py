@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
@@ -19,6 +19,7 @@ from msgspec import structs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quickstep.core.explanation import FallbackAttempt
 from quickstep.core.fallback import (
     ANY_MODEL,
     Cause,
@@ -35,6 +36,7 @@ from quickstep.core.fallback import (
 )
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.server.upstream.client import TimeLeft, UpstreamClient
+from quickstep.server.usage.recorder import UpstreamAnswer
 from quickstep.types import Request
 
 UPSTREAM_PATHS = {
@@ -44,6 +46,9 @@ UPSTREAM_PATHS = {
     "/completions": "/completions",
 }
 _LIMIT_CODES = ("rate_limit_exceeded", "insufficient_quota")
+_MAX_NOTED = 4096  # requests whose steps are kept
+_MAX_ATTEMPTS = 16
+_MAX_ERROR = 300  # characters
 _LOG = logging.getLogger("quickstep.server")
 
 
@@ -88,6 +93,8 @@ class FallbackState:
         self.routes = routes
         self.clock = clock
         self.counts: Counter[Fallback] = Counter()
+        self._attempts: OrderedDict[str, list[FallbackAttempt]] = OrderedDict()  # by request
+        self.report_answer: Callable[[UpstreamAnswer], None] = _ignore
         self.upstreams = {
             step: UpstreamClient(step, _key_of(step, route.name, environ), clock)
             for route in routes.values()
@@ -95,8 +102,32 @@ class FallbackState:
             if isinstance(step, Upstream)
         }
 
+    def follow_answers(self, report: Callable[[UpstreamAnswer], None]) -> None:
+        """Call `report` with each answer of an upstream that has ended."""
+        self.report_answer = report
+
+    def note_attempt(self, request_id: str, attempt: FallbackAttempt) -> None:
+        """A request has entered a step. The latest requests are kept; clients choose ids, so that
+        an entry may be of several requests.
+        """
+        attempts = self._attempts.setdefault(request_id, [])
+        self._attempts.move_to_end(request_id)
+        attempts.append(attempt)
+        del attempts[:-_MAX_ATTEMPTS]
+        if len(self._attempts) > _MAX_NOTED:
+            self._attempts.popitem(last=False)
+
+    def attempts_of(self, request_id: str) -> tuple[FallbackAttempt, ...]:
+        """The steps that a request with this id has entered, as far as they are kept."""
+        return tuple(self._attempts.get(request_id, ()))
+
     def chain_of(
-        self, body: bytes, default_model: str, received_s: float, path: str
+        self,
+        body: bytes,
+        default_model: str,
+        received_s: float,
+        path: str,
+        request_id: str = "",
     ) -> Chain | None:
         """The chain of a request; None if no route is for its model, or the client wants none."""
         if not self.routes:
@@ -115,12 +146,17 @@ class FallbackState:
             route,
             model=model,
             path=UPSTREAM_PATHS.get(path),
+            request_id=request_id,
             keeps_model=fields.fallback == "same_model",
             due_s=(
                 None if deadline_ms is None else received_s + deadline_ms / 1e3,
                 None if fields.timeout_s is None else received_s + fields.timeout_s,
             ),
         )
+
+
+def _ignore(_: UpstreamAnswer) -> None:
+    return
 
 
 def _key_of(step: Upstream, route: str, environ: Mapping[str, str]) -> str | None:
@@ -153,6 +189,7 @@ class Chain:
         *,
         model: str,
         path: str | None,
+        request_id: str,
         keeps_model: bool,
         due_s: tuple[float | None, float | None],
     ) -> None:
@@ -160,6 +197,7 @@ class Chain:
         self.upstream: UpstreamClient | None = None
         self.is_counted = False
         self.path = path
+        self._request_id = request_id
         self._state = state
         self._route = route
         self._keeps_model = keeps_model
@@ -230,6 +268,8 @@ class Chain:
         step = decision.step
         self._num_tried = decision.num_tried
         self._state.counts[Fallback(self._route.name, str(step), cause.value)] += 1
+        attempt = FallbackAttempt(str(step), cause.value, str(error)[:_MAX_ERROR])
+        self._state.note_attempt(self._request_id, attempt)
         _LOG.info("route %s: %s after %s: %s", self._route.name, step, cause.value, error)
         if isinstance(step, Refuse):
             raise _refusal(step, error)
