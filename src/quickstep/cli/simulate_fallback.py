@@ -111,7 +111,7 @@ def _route(args: argparse.Namespace, content: dict[str, Any]) -> tuple[str, Rout
 def _paths(content: dict[str, Any]) -> dict[str, str]:
     """What the file names as the models of names, in `models:`."""
     entries = content.get("models", ())
-    found = {}
+    found: dict[str, str] = {}
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("model"), str):
             path = entry["model"]
