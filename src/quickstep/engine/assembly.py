@@ -125,6 +125,12 @@ def import_loading() -> None:
         import_module(name)
 
 
+def import_engine() -> None:
+    """Import what is imported after the weights otherwise, for a process that waits for a model."""
+    for name in _IMPORTED_LATER:
+        import_module(name)
+
+
 def open_engine(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -388,8 +394,7 @@ class _ReadAhead:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    for name in _IMPORTED_LATER:
-        import_module(name)
+    import_engine()
     from quickstep.text.tokenizer import Tokenizer
 
     return Tokenizer.open(path)

@@ -30,7 +30,7 @@ from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.remote.child import ProcessLauncher
+from quickstep.engine.remote.child import ProcessLauncher, StandbyProcess
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
     Abort,
@@ -196,7 +196,8 @@ class RemoteEngine:
     """One model in a process that this object owns. `open` it, `start` it, `stop` it.
 
     `command` starts the worker; tests have their own. `launched` is the first worker, if it has
-    been started, perhaps with the message to open the same `config`; this object takes it over. A
+    been started, perhaps with the message to open the same `config`; this object takes it over.
+    `standby` is what several engines share: when one sleeps, a worker is prepared for the next. A
     process that makes no progress for `stall_s` seconds with requests pending is replaced. With
     `connect` it is an engine that listens (`host.connector`), and of `config` only the parts that
     concern this process matter. At most
@@ -217,6 +218,7 @@ class RemoteEngine:
         command: Sequence[str] = WORKER_COMMAND,
         clock: Callable[[], float] = time.monotonic,
         launched: Launched | None = None,
+        standby: StandbyProcess | None = None,
         stall_s: float = STALL_S,
         max_undecided: int = 4096,
         watcher: EngineWatcher | None = None,
@@ -225,7 +227,8 @@ class RemoteEngine:
         connect: EngineConnector | None = None,
     ) -> None:
         if connect is None:
-            connect = ProcessLauncher(opening_of(config, log), command, launched).start
+            connect = ProcessLauncher(opening_of(config, log), command, launched, standby).start
+        self._standby = standby
         self._supervisor = Supervisor(
             client=self,
             connect=connect,
@@ -294,6 +297,8 @@ class RemoteEngine:
         live end, or are taken. Raises EngineError if the engine does not run.
         """
         await self._supervisor.sleep()
+        if self._standby is not None:
+            self._standby.prepare()
 
     async def wake(self) -> None:
         """Start a process again. Raises EngineError if the engine does not sleep, or none serves
