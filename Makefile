@@ -48,7 +48,7 @@ help:
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
 	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
 	@echo "make bench        measure the speed of this machine"
-	@echo "make soak         a server under mixed load for MINUTES=10"
+	@echo "make soak         a server under mixed load for MINUTES=10, then one with three models"
 	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
 	@echo "make gpu          on an NVIDIA GPU, 9 minutes each: RUN=correct, RUN=fast, RUN=compared"
 	@echo "make ray          engines on the nodes of a Ray cluster of this machine"
@@ -217,6 +217,7 @@ bench: $(READY)
 MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --switch-models
 
 # Quickstep compared with vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
 # them up first (GBs). `make peers PEERS=--quick` takes 10 minutes once they are set up.

@@ -164,6 +164,7 @@ _CASES: dict[tuple[str, str], Case] = {
     ("POST", "/completion"): _generation(prompt=_TEXT, n_predict=4),
     ("GET", "/props"): Case(),
     ("GET", "/slots"): Case(),
+    ("POST", "/slots/{id_slot}"): Case(url="/slots/0?action=erase"),
     ("GET", "/lora-adapters"): Case(),
     ("POST", "/lora-adapters"): Case([]),
     ("GET", "/load"): Case(),

@@ -1,5 +1,9 @@
 """`python -m benchmarks.soak [--minutes 10]`: the demo model under mixed load with aborts.
 
+With `--switch-models`, each request names one of three small models, for two of which there is
+memory: models go to sleep and wake all the time, no request may be refused, and the memory of the
+server itself must not have grown.
+
 30 % of the requests are aborted by the client, 5 % are malformed. At the end, no KV block may be in
 use, memory must not have grown, every status must be an expected one, the log must contain no
 error, and the server must exit with code 0 and leave no process. Otherwise the exit code is 1.
@@ -9,13 +13,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 
@@ -29,6 +37,14 @@ _SETTLE_S = 30.0
 # Allocators keep memory that they have used: growth within these limits is not a leak.
 _FLAT_FRACTION, _FLAT_BYTES = 0.08, 24 * 2**20
 _MIB = 2**20
+_PARTS = ("server", "engine", "grammars", "tokenizer")
+_MODELS = (
+    {"model": "demo", "name": "a"},
+    {"model": "demo", "name": "b", "max-model-len": 512},
+    {"model": "demo-draft", "name": "c"},
+)
+_TWO_MODELS_BYTES = 30 * 2**20  # for `c` and one of the others
+_SMALL_ENGINE = ("--max-num-batched-tokens", "256", "--max-num-seqs", "16")
 _ENDS = {
     "chat": ("data: [DONE]",),
     "completions": ("data: [DONE]",),
@@ -63,8 +79,17 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--switch-models", action="store_true")
     args = parser.parse_args()
-    server = ServerProcess([args.model, "--num-blocks", "600", "--max-num-seqs", "32"])
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(args, Path(folder))
+
+
+def _run(args: argparse.Namespace, folder: Path) -> int:
+    argv = [args.model, "--num-blocks", "600", "--max-num-seqs", "32"]
+    if args.switch_models:
+        argv = _switching(folder)
+    server = ServerProcess(argv)
     server.start()
     processes = server.process_ids()
     log = Log()
@@ -80,9 +105,26 @@ def main() -> int:
     faults += [f"process {process_id} still runs" for process_id in remaining]
     faults += [f"log: {line}" for line in server.faults()]
     faults += log.failures[:20]
-    faults += _growth(log)
+    faults += _growth(log, ("server",) if args.switch_models else _PARTS)
+    if args.switch_models:
+        faults += _switches(server)
     _print(log, faults)
     return 1 if faults else 0
+
+
+def _switching(folder: Path) -> list[str]:
+    """The arguments of a server with three models, in memory for two."""
+    file = folder / "models.yaml"
+    file.write_text(json.dumps({"models": _MODELS}))
+    memory = ["--models-memory-bytes", str(_TWO_MODELS_BYTES)]
+    return ["--config", str(file), "--model-overtake-s", "0.5", *memory, *_SMALL_ENGINE]
+
+
+def _switches(server: ServerProcess) -> list[str]:
+    """How often models woke, if that was never."""
+    num_woken = sum("is ready after" in line for line in server.log)
+    print(f"models became ready {num_woken} times")
+    return [] if num_woken > len(_MODELS) else ["no model was put to sleep and woken"]
 
 
 def _is_alive(process_id: int) -> bool:
@@ -103,8 +145,9 @@ async def _soak(server: ServerProcess, log: Log, args: argparse.Namespace) -> li
         until_s = time.monotonic() + args.minutes * 60
         watching = asyncio.create_task(_watch_memory(server, log))
         seeds = random.Random(args.seed)
+        names = [model["name"] for model in _MODELS] if args.switch_models else []
         clients = (
-            _client(client, log, random.Random(seeds.random()), kinds, until_s)
+            _client(client, log, random.Random(seeds.random()), kinds, until_s, names)
             for _ in range(args.clients)
         )
         await asyncio.gather(*clients)
@@ -117,17 +160,32 @@ async def _is_served(client: httpx.AsyncClient, kind: str) -> bool:
 
 
 async def _client(
-    client: httpx.AsyncClient, log: Log, rng: random.Random, kinds: list[str], until_s: float
+    client: httpx.AsyncClient,
+    log: Log,
+    rng: random.Random,
+    kinds: list[str],
+    until_s: float,
+    names: Sequence[object],
 ) -> None:
     while time.monotonic() < until_s:
         if rng.random() < _MALFORMED:
             await _send(client, log, malformed_request(rng))
             continue
         request = random_request(rng, kinds)
+        if names:
+            request = _naming(request, rng.choice(names))
         if rng.random() < _ABORTED / (1 - _MALFORMED):
             await _abort(str(client.base_url), log, request, rng)
         else:
             await _send(client, log, request)
+
+
+def _naming(request: SoakRequest, model: object) -> SoakRequest:
+    """The request to a model; one without a body stays as it is."""
+    if not request.body:
+        return request
+    body = json.dumps({**json.loads(request.body), "model": model}).encode()
+    return replace(request, body=body)
 
 
 async def _send(client: httpx.AsyncClient, log: Log, request: SoakRequest) -> None:
@@ -215,7 +273,7 @@ def _parts(log: Log) -> dict[str, tuple[float, float, float]]:
     """(MiB after warm-up, MiB at the end, MiB a minute) of each process."""
     found = {}
     warm = log.memory[len(log.memory) // 3 :]
-    for part in ("server", "engine", "grammars", "tokenizer"):
+    for part in _PARTS:
         line = [(at_s, sizes[part]) for at_s, sizes in warm if sizes.get(part)]
         if len(line) < 8:
             continue
@@ -227,11 +285,11 @@ def _parts(log: Log) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-def _growth(log: Log) -> list[str]:
+def _growth(log: Log, parts: Sequence[str]) -> list[str]:
     return [
         f"the memory of the {part} grew from {early:.0f} to {late:.0f} MiB"
         for part, (early, late, _) in _parts(log).items()
-        if (late - early) * _MIB > max(_FLAT_BYTES, early * _MIB * _FLAT_FRACTION)
+        if part in parts and (late - early) * _MIB > max(_FLAT_BYTES, early * _MIB * _FLAT_FRACTION)
     ]
 
 

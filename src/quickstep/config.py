@@ -153,6 +153,15 @@ class CacheConfig(msgspec.Struct, frozen=True):
             bounds=AT_LEAST_1,
         ),
     ] = None
+    slot_save_path: Annotated[
+        str | None,
+        Option(
+            "directory of the files that POST /slots/{id_slot}?action=save writes and "
+            "action=restore reads: KV of a conversation, which its next turn continues",
+            metavar="DIR",
+            default_text="none",
+        ),
+    ] = None
     state_slots: Annotated[
         int | None,
         Option(
@@ -184,6 +193,11 @@ class CacheConfig(msgspec.Struct, frozen=True):
         if self.kv_cache_dir is not None and not self.prefix_caching:
             raise ConfigError(
                 "--kv-cache-dir stores what the prefix cache has: leave "
+                "--no-enable-prefix-caching out"
+            )
+        if self.slot_save_path is not None and not self.prefix_caching:
+            raise ConfigError(
+                "--slot-save-path stores what the prefix cache has: leave "
                 "--no-enable-prefix-caching out"
             )
         check_bounds(self)
@@ -222,7 +236,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         num_stages: Of the pipeline that computes a step; a sequence gets no row while its last
             token is being computed, and each step has a part of those that decode. The engine takes
             it from its `LoadConfig`.
-        transfers_kv: KV blocks come from and go to other engines (`core.resources.kv_transfers`).
+        transfers_kv: KV blocks come from and go to other engines, or files of slots
+            (`core.resources.kv_transfers`).
         max_loras: LoRA adapters in compute memory (`core.resources.adapter_residency`); None if
             adapters are no resource: every adapter is always there. The engine takes it from its
             `LoRAConfig`.

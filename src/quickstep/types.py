@@ -179,6 +179,16 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
     token: str
 
 
+class SlotPrefix(msgspec.Struct, frozen=True):
+    """What a file of a slot has: the tokens of full KV blocks, the adapter ("" for none) with which
+    they were computed, and the size of the file.
+    """
+
+    adapter: str
+    token_ids: tuple[int, ...]
+    num_bytes: int
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A client's request, tokenized, for `sampling.n` sequences. The same value is the message to
     the engine's process and the argument of the scheduler.

@@ -19,6 +19,7 @@ import jsonschema_rs
 import schemathesis
 from client import client_of
 from example_counts import examples
+from field_places import url_of
 from generated_bodies import BodyDrawer
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
@@ -212,7 +213,12 @@ async def exchange(app: Starlette, **request: Any) -> httpx.Response:
 def json_request(method: str, path: str, body: Any) -> dict[str, Any]:
     """A body as arguments of an httpx request; `json=None` would send none."""
     content = json.dumps(body).encode()
-    return {"method": method, "url": path, "content": content, "headers": {"content-type": JSON}}
+    return {
+        "method": method,
+        "url": url_of(path),
+        "content": content,
+        "headers": {"content-type": JSON},
+    }
 
 
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE

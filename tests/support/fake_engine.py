@@ -37,6 +37,7 @@ from quickstep.types import (
     RequestClass,
     SamplingParams,
     SequenceTimings,
+    SlotPrefix,
     TokenLogprobs,
 )
 
@@ -324,6 +325,7 @@ class FakeEngine:
     loop: asyncio.AbstractEventLoop | None = None
     timings: dict[str, dict[int, SequenceTimings]] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)  # paths by name
+    slots: dict[str, tuple[str, SlotPrefix]] = field(default_factory=dict)  # by filename
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -335,6 +337,18 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> int:
         self.num_resets += 1
         return 7
+
+    async def save_slot(
+        self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
+    ) -> SlotPrefix:
+        full = tuple(token_ids)[: len(token_ids) // self.block_size * self.block_size]
+        self.slots[filename] = cache_salt, SlotPrefix(adapter, full, 10 * len(full))
+        return self.slots[filename][1]
+
+    async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        salt, prefix = self.slots.get(filename, (cache_salt, SlotPrefix("", (1, 2, 3, 4), 40)))
+        assert salt == cache_salt
+        return prefix
 
     async def start(self) -> None:
         self.state = EngineState.RUNNING

@@ -32,6 +32,7 @@ from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.fields.shared_fields import LoRAScale
 from quickstep.server.kept_streams.stream_routes import StreamLookup
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
+from quickstep.server.llama_cpp.slots import SlotFile
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
@@ -234,6 +235,7 @@ LLAMA: Cases = {
         n_probs=(2, sampled("logprobs", 2)),
         n_cmpl=(2, lambda seen: len(seen.answer) == 2),
         stream=(True, lambda seen: len(seen.chunks) > 2),
+        id_slot=(0, lambda seen: seen.answer["id_slot"] == 0),
         cache_prompt=(False, lambda seen: len(seen.submitted.cache_salt) == 16),
         return_tokens=(True, lambda seen: seen.answer["tokens"][:2] == [0, 1]),
         response_fields=(["content"], lambda seen: list(seen.answer) == ["content"]),
@@ -300,6 +302,10 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     ApplyTemplateRequest: TEMPLATE,
     PromptObject: {"prompt_string": read()},
     ModelToChange: {"model": unknown_model()},
+    SlotFile: {
+        "filename": Case("b.bin", lambda seen: seen.answer["filename"] == "b.bin"),
+        "model": unknown_model(),
+    },
     LoadLoRAAdapter: {
         **cases(
             lora_name=("poet", lambda seen: list(seen.engine.adapters) == ["poet"]),

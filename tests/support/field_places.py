@@ -150,6 +150,11 @@ class Place:
         return f"{self.route.path}:{self.path}:{self.struct.__name__}"
 
 
+def url_of(path: str) -> str:
+    """A URL of a route, without those parameters of its path that a body goes with."""
+    return {"/slots/{id_slot}": "/slots/0?action=restore"}.get(path, path)
+
+
 def json_routes() -> list[ApiRoute]:
     """The routes that take a JSON body."""
     engine, options = FakeEngine(), ServerOptions()

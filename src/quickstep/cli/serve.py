@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from quickstep.cluster.placed_engines import PlacedEngines
     from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.logs import LogSetup
+    from quickstep.engine.remote.child import StandbyProcess
     from quickstep.engine.remote.launch import Launched
     from quickstep.engine.remote.supervisor import EngineConnector, LoadProgress
     from quickstep.server.models.residents import SeveralModels
@@ -227,7 +228,9 @@ class _Several(msgspec.Struct, frozen=True):
     setups: Sequence[tuple[ReplicaConfig, EngineConfig]]
     memory_bytes: int
 
-    def entries(self, options: ServerOptions, log: LogSetup) -> SeveralModels:
+    def entries(
+        self, options: ServerOptions, log: LogSetup, standby: StandbyProcess
+    ) -> SeveralModels:
         """For the server: with the size of each by the planner. Raises ConfigError."""
         from quickstep.server.models.residents import ModelEntry, SeveralModels
 
@@ -239,7 +242,9 @@ class _Several(msgspec.Struct, frozen=True):
                 ModelEntry(
                     model.names,
                     own,
-                    partial(_open_replicas, config, replicas, log, None, (), options.stall_s),
+                    partial(
+                        _open_replicas, config, replicas, log, None, (), options.stall_s, standby
+                    ),
                     num_bytes,
                     model.is_pinned,
                 )
@@ -295,6 +300,7 @@ def _serve(
     several: _Several | None = None,
 ) -> None:
     from quickstep.engine.logs import install
+    from quickstep.engine.remote.child import StandbyProcess
     from quickstep.server.http.tls import check_tls
     from quickstep.server.models.served_model import check_names
     from quickstep.server.run import bind, serve
@@ -303,7 +309,10 @@ def _serve(
     # the server has its own messages, and malformed requests are not worth a warning
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     options = server_options(args)
-    entries = None if several is None else several.entries(options, log)
+    standby = None if several is None else StandbyProcess()
+    entries = None
+    if several is not None and standby is not None:
+        entries = several.entries(options, log, standby)
     for each in (options,) if entries is None else (entry.options for entry in entries.entries):
         check_names(each)
     check_tls(options.tls)
@@ -318,12 +327,16 @@ def _serve(
     with bind(args.host, args.port, args.reuse_port) as sock:
         try:
             serve(
-                lambda: _open_engines(config, replicas, log, launched, connectors, options.stall_s),
+                lambda: _open_engines(
+                    config, replicas, log, launched, connectors, options.stall_s, standby
+                ),
                 sock,
                 options if entries is None else entries.entries[0].options,
                 entries,
             )
         finally:
+            if standby is not None:
+                standby.end()
             if placed is not None:
                 placed.end()
 
@@ -335,6 +348,7 @@ async def _open_engines(
     launched: Launched | None,
     connectors: Sequence[EngineConnector],
     stall_s: float,
+    standby: StandbyProcess | None = None,
 ) -> ReplicaSet:
     """Open the engines of the first model, and describe it on stderr."""
     doing = f"loading {config.load.model}"
@@ -343,7 +357,7 @@ async def _open_engines(
     _LOG.info(doing)
     with loading_bar(doing) as progress:
         engine = await _open_replicas(
-            config, replicas, log, launched, connectors, stall_s, progress
+            config, replicas, log, launched, connectors, stall_s, standby, progress
         )
     gc.freeze()  # objects that exist now stay alive
     gc.enable()
@@ -362,6 +376,7 @@ async def _open_replicas(
     launched: Launched | None,
     connectors: Sequence[EngineConnector],
     stall_s: float,
+    standby: StandbyProcess | None = None,
     progress: LoadProgress | None = None,
 ) -> ReplicaSet:
     """Load a model in the engines' processes, or connect to those that listen."""
@@ -375,6 +390,7 @@ async def _open_replicas(
             config,
             log=log,
             launched=None if number else launched,
+            standby=standby,
             stall_s=stall_s,
             watcher=watcher,
             replica=number,

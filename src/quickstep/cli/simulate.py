@@ -37,6 +37,7 @@ from quickstep.cli.flags.parsing import (
     readable_file,
     token_count,
 )
+from quickstep.cli.simulate_fallback import add_fallback, fallback_of, fallback_texts
 from quickstep.cli.simulate_sweep import add_sweep, run_sweep
 from quickstep.config import LoRAConfig, PolicyName
 from quickstep.errors import ConfigError
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from quickstep.plan.candidates import Candidate
     from quickstep.plan.formulas import Split
     from quickstep.plan.hardware import Hardware
-    from quickstep.plan.traffic import PhasePools, Replicas
+    from quickstep.plan.traffic import FallbackEngines, PhasePools, Replicas
     from quickstep.sim.report import Run
     from quickstep.sim.summary import Summary, Targets
     from quickstep.sim.window import CountedWindow
@@ -120,6 +121,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_drafts(engine)
     _add_replicas(parser.add_argument_group("replicas"))
     add_sweep(parser.add_argument_group("sweep"))
+    add_fallback(parser.add_argument_group("fallback"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument(
@@ -292,11 +294,15 @@ def run(args: argparse.Namespace) -> int:
             args, hardware, partial(_engine, args, hardware), partial(_simulated, args)
         )
     candidate = _engine(args, hardware, hardware.count)
+    fallback = fallback_of(args, lambda of: _engine(of, hardware, hardware.count))
+    chains = [None] if fallback is None else [None, fallback]
     runs = []
     for policy, count in itertools.product(args.scheduling_policy, args.replicas):
         for rate in args.rate if _file(args) is None else args.rate[:1]:
             replicas = Replicas(count, args.router, args.faults, args.seed)
-            runs.append(_simulated(args, candidate, rate, policy, replicas))
+            for chain in chains:
+                run = _simulated(args, candidate, rate, policy, replicas, fallback=chain)
+                runs.append(run)
     notes = [note for note in (_too_few(args, run) for run in runs) if note is not None]
     if args.json:
         rows = [
@@ -309,6 +315,7 @@ def run(args: argparse.Namespace) -> int:
                 "resent": run.outcome.num_resent,
                 "lost_s": run.outcome.lost_s,
                 "handovers": run.outcome.handovers,
+                "fallbacks": _fallbacks(run),
                 "tenants": _by_tenant(run, _targets(args)),
             }
             for run in runs
@@ -425,6 +432,7 @@ def _simulated(
     policy: PolicyName,
     replicas: Replicas,
     window: CountedWindow | None = None,
+    fallback: FallbackEngines | None = None,
 ) -> Run:
     """One simulation, with a progress bar. With a `window` it is one of a sweep, which has its own
     bar.
@@ -468,6 +476,8 @@ def _simulated(
                 replicas,
                 phases,
                 window if phases is None else None,
+                fallback,
+                args.max_waiting,
             )
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -482,6 +492,8 @@ def _simulated(
                 progress=progress,
                 replicas=replicas,
                 phases=phases,
+                fallback=fallback,
+                max_waiting=args.max_waiting,
             )
     counted_from_s = 0.0
     if window is not None:
@@ -498,6 +510,8 @@ def _simulated(
         load += f", {phases.num_prefill}P{phases.num_decode}D"
     if replicas.count > 1:
         load += f", {replicas.count} replicas"
+    if fallback is not None:
+        load += ", with the chain"
     return Run(
         f"{policy.value}, {load}",
         rate,
@@ -606,6 +620,7 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
         for tenant, figures in _by_tenant(run, targets).items():
             rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
     print_table(console_on(sys.stdout), title, header, rows, is_dense=has_adapters)
+    has_chain = any(run.outcome.fallbacks is not None for run in runs)
     for run in runs:
         handovers = run.outcome.handovers
         if handovers is not None:
@@ -618,11 +633,25 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
             )
         if run.summary.bubble:
             print(f"{run.name}: stages with steps waited {run.summary.bubble:.1%} of the time")
+        if has_chain:
+            texts = [f"{run.summary.goodput_per_s:.3g} requests/s in time"]
+            texts += fallback_texts(run.outcome.fallbacks or {})
+            print(f"{run.name}: {'; '.join(texts)}")
         if run.outcome.num_resent:
             print(
                 f"{run.name}: {run.outcome.num_resent} requests were sent again after a crash, "
                 f"which had received {run.outcome.lost_s:.2f} s on the device"
             )
+
+
+def _fallbacks(run: Run) -> list[dict[str, str | int]] | None:
+    """How often each step of the chain was entered; None without a chain."""
+    if run.outcome.fallbacks is None:
+        return None
+    return [
+        {"step": step, "cause": cause, "count": count}
+        for (step, cause), count in sorted(run.outcome.fallbacks.items())
+    ]
 
 
 def _by_tenant(run: Run, targets: Targets) -> dict[str, Summary]:

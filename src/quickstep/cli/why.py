@@ -48,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
 
     console = console_on(sys.stdout)
     explained = msgspec.json.decode(body, type=ExplainedRequest)
+    for attempt in explained.fallbacks:
+        console.print(f"fallback: {attempt.sentence}", markup=False)
+    if explained.fallbacks and not explained.sequences:
+        console.print("no engine of this server has generated for it", markup=False)
     for sequence in explained.sequences:
         title = f"{sequence.request_id}#{sequence.index}"
         title += f" on replica {sequence.replica}" * bool(sequence.replica or sequence.num_moves)

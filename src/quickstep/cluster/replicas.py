@@ -61,7 +61,7 @@ from quickstep.errors import ConfigError, EngineDied, EngineError, QuickstepErro
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, Request, SequenceTimings
+from quickstep.types import FinishReason, Request, SequenceTimings, SlotPrefix
 
 _LOGGER = logging.getLogger(__name__)
 _POLL_S = 0.05  # for what lasts longer and is rare
@@ -294,6 +294,16 @@ class ReplicaSet:
         for replica in range(len(self._engines)):
             self._router.lost_cache(replica)
         return sum(counts)
+
+    async def save_slot(
+        self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
+    ) -> SlotPrefix:
+        """Raises RequestError: the engines of one model have different caches."""
+        raise _no_slots()
+
+    async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        """Raises RequestError: the engines of one model have different caches."""
+        raise _no_slots()
 
     async def load_adapter(
         self, name: str, path: str, *, is_from_client: bool = False
@@ -786,4 +796,12 @@ def merged_stats(
         replicas=replicas if len(stats) > 1 or draining else (),
         num_moves=num_moves[0],
         num_handovers=num_moves[1],
+    )
+
+
+def _no_slots() -> RequestError:
+    return RequestError(
+        "slots are saved and restored with one engine; this model has several",
+        status=501,
+        code="not_supported",
     )

@@ -98,12 +98,30 @@ class Explanation(msgspec.Struct, frozen=True):
     num_restored_tokens: int = 0
 
 
+class FallbackAttempt(msgspec.Struct, frozen=True):
+    """A step of a fallback chain that a request entered, such as `model=small`; the `cause` why,
+    and the error of the attempt before.
+    """
+
+    step: str
+    cause: str
+    error: str
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return f"{self.step} was tried after {self.cause}: {self.error}"
+
+
 class ExplainedRequest(msgspec.Struct, frozen=True):
-    """Where the time of a request's sequences went; `num_more` others took less time."""
+    """Where the time of a request's sequences went; `num_more` others took less time. `fallbacks`
+    are the steps of its chain, in order; one that an upstream served has no sequences.
+    """
 
     request_id: str
     sequences: tuple[Explanation, ...]
     num_more: int = 0
+    fallbacks: tuple[FallbackAttempt, ...] = ()
 
 
 def explain(

@@ -2,26 +2,30 @@
 
     routes of the config file -> read_routes -> Route;  decide(route, situation) -> Decision
 
-`decide` is pure: the server calls it when a request was refused or has failed and no byte of its
-response is sent. Predictions come in with the `Situation`; each attempt passes the queue, the
-limits and the predictions of what it goes to, as any request does.
+`decide` is pure: the server and the simulator call it when a request was refused or has failed and
+no byte of its response is sent. Predictions come in with the `Situation`; each attempt passes the
+queue, the limits and the predictions of what it goes to, as any request does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import structs
 
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.types import Request
 
 ANY_MODEL = "*"  # the route of models without one of their own
 LEAST_FIRST_BYTE_S = 0.05  # with less time left an upstream is not called
 _MAX_STEPS = 16
 _REFUSALS = (429, 503)
+_LIMIT_CODES = ("rate_limit_exceeded", "insufficient_quota")
 _KINDS = ("max_tokens", "speculation", "model", "upstream", "refuse")
 
 
@@ -173,6 +177,88 @@ def _is_free(name: str, least_s: float, situation: Situation) -> bool:
         return False
     predicted_s = max(least_s, situation.first_byte_s.get(name, 0.0))
     return situation.left_s is None or predicted_s < situation.left_s
+
+
+class ChainProgress:
+    """How far one request has come in its route. Each step is applied to the request as it came.
+    Owned by what carries the steps out: a server, or the simulator.
+
+    Attributes:
+        model: The model of the present attempt, by name.
+        step: What the present attempt changes of the request; None for nothing.
+    """
+
+    def __init__(
+        self, route: Route, model: str, keeps_model: bool = False, is_openai: bool = True
+    ) -> None:
+        self.model = model
+        self.step: FallbackStep | None = None
+        self._own_model = model
+        self._route = route
+        self._keeps_model = keeps_model
+        self._is_openai = is_openai
+        self._num_tried = 0
+        self._max_tokens: int | None = None
+        self._speculates = True
+
+    def applied(self, request: Request) -> Request:
+        """The request of the present attempt."""
+        match self.step:
+            case ShorterOutput(max_tokens):
+                sampling = structs.replace(request.sampling, max_tokens=max_tokens)
+                request = structs.replace(request, sampling=sampling)
+            case NoSpeculation():
+                request = structs.replace(request, speculation=False)
+        self._max_tokens = request.sampling.max_tokens
+        self._speculates = request.speculation
+        return request
+
+    def enter(
+        self,
+        cause: Cause,
+        left_s: float | None,
+        unavailable: Collection[str] = (),
+        first_byte_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> FallbackStep | None:
+        """Enter the step to try after an attempt that has ended by `cause`, and return it; None to
+        answer with the error. The other arguments are as in `Situation`.
+        """
+        decision = decide(
+            self._route,
+            Situation(
+                cause,
+                num_tried=self._num_tried,
+                max_tokens=self._max_tokens,
+                speculates=self._speculates,
+                keeps_model=self._keeps_model,
+                is_openai=self._is_openai,
+                left_s=left_s,
+                unavailable=frozenset([*unavailable, self.model]),
+                first_byte_s=first_byte_s,
+            ),
+        )
+        if decision is None:
+            return None
+        self._num_tried, step = decision.num_tried, decision.step
+        if not isinstance(step, Refuse):  # which is no attempt
+            self.step = step
+            self.model = step.name if isinstance(step, OtherModel) else self._own_model
+        return step
+
+
+def cause_of(error: Exception) -> Cause | None:
+    """Why a request could not be served; None for what no other attempt would change."""
+    if isinstance(error, EngineError):
+        return Cause.FAILURE
+    if not isinstance(error, RequestError):
+        return None
+    if error.code in _LIMIT_CODES:
+        return Cause.RATE_LIMIT
+    if error.code == "deadline_unreachable":
+        return Cause.DEADLINE
+    if error.code == "context_length_exceeded":
+        return Cause.MEMORY
+    return Cause.OVERLOAD if error.status in (429, 503) else None
 
 
 def read_routes(section: object) -> dict[str, Route]:

@@ -126,6 +126,12 @@ def import_loading() -> None:
         import_module(name)
 
 
+def import_engine() -> None:
+    """Import what is imported after the weights otherwise, for a process that waits for a model."""
+    for name in _IMPORTED_LATER:
+        import_module(name)
+
+
 def open_engine(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -226,6 +232,8 @@ def wire_engine(
 
         kv_directory, tier = open_directory(config.cache, kv, description.fingerprint)
         settings = replace(settings, kv_tier=tier)
+    if config.cache.slot_save_path is not None:
+        settings = replace(settings, transfers_kv=True)
     caches_prefixes = config.cache.prefix_caching and not is_encoder
     pool = KVBlockPool(plan.num_blocks, block_size, caches_prefixes)
     fits = FitSaver.open(
@@ -242,7 +250,7 @@ def wire_engine(
             settings, pool, policy, fits.model, config, description.fingerprint
         )
     kv_transfers = None
-    if settings.transfers_kv:
+    if config.scheduler.transfers_kv:
         from quickstep.engine.handover.transfers import EngineTransfers
 
         kv_transfers = EngineTransfers(
@@ -251,6 +259,13 @@ def wire_engine(
     kv_tier = None
     if kv_directory is not None:
         kv_tier = EngineTier(scheduler, BlockBytes(kv), kv_directory, time.monotonic)
+    slot_files = None
+    if config.cache.slot_save_path is not None:
+        from quickstep.engine.kv_files.slot_files import SlotFiles
+
+        slot_files = SlotFiles.open(
+            config.cache, scheduler, BlockBytes(kv), description.fingerprint, time.monotonic
+        )
     return Engine(
         description,
         scheduler,
@@ -264,6 +279,7 @@ def wire_engine(
         recording=recording,
         kv_transfers=kv_transfers,
         kv_tier=kv_tier,
+        slot_files=slot_files,
     )
 
 
@@ -379,8 +395,7 @@ class _ReadAhead:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    for name in _IMPORTED_LATER:
-        import_module(name)
+    import_engine()
     from quickstep.text.tokenizer import Tokenizer
 
     return Tokenizer.open(path)
@@ -520,6 +535,8 @@ def load_weights(
         )
     if config.cache.kv_cache_dir is not None:
         _check_moved_kv(config, planned, "stored KV blocks", "--kv-cache-dir")
+    if config.cache.slot_save_path is not None:
+        _check_moved_kv(config, planned, "saved slots", "--slot-save-path")
     if processes is not None:
         _check_ranks(config, planned)
     elif config.load.num_ranks > 1:
@@ -554,6 +571,7 @@ def _check_states(config: EngineConfig, spec: ModelSpec) -> None:
     """Refuse what moves KV blocks without the states that belong to them. Raises ConfigError."""
     moved = [("--prefill and --decode", config.scheduler.transfers_kv)]
     moved.append(("--kv-cache-dir", config.cache.kv_cache_dir is not None))
+    moved.append(("--slot-save-path", config.cache.slot_save_path is not None))
     for option, is_on in moved:
         if is_on:
             raise ConfigError(
@@ -567,6 +585,7 @@ def _check_encoder(config: EngineConfig, spec: ModelSpec) -> None:
     options = {
         "--enable-lora": config.lora is not None,
         "--kv-cache-dir": config.cache.kv_cache_dir is not None,
+        "--slot-save-path": config.cache.slot_save_path is not None,
         "--prefill and --decode": config.scheduler.transfers_kv,
         "--tensor-parallel-size and --pipeline-parallel-size": config.load.num_ranks > 1,
     }

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from quickstep.config import StreamConfig
+from quickstep.core.resources.block_pool import ChainRoot
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.adapter_loader import AdapterLoader
 from quickstep.engine.adapters import Adapters, LoadedAdapter
@@ -56,6 +57,7 @@ from quickstep.types import (
     SamplingParams,
     SequenceOutput,
     SequenceTimings,
+    SlotPrefix,
     StepPlan,
     StepResult,
     Ticket,
@@ -63,6 +65,7 @@ from quickstep.types import (
 
 if TYPE_CHECKING:
     from quickstep.engine.handover.transfers import EngineTransfers
+    from quickstep.engine.kv_files.slot_files import SlotFiles
     from quickstep.engine.kv_files.tier import EngineTier
     from quickstep.model.sizing import MemoryPlan
     from quickstep.text.chat_template import ChatTemplate, Message
@@ -80,8 +83,8 @@ class Engine:
     `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
     the unread deltas of a stream, None does not; `fits` stores what the scheduler's cost model has
     learnt. `adapters` None refuses requests with an adapter. `recording` is what the scheduler
-    writes to; it is closed with the engine, as are `kv_transfers`, which transfers KV blocks, and
-    `kv_tier`, which stores them.
+    writes to; it is closed with the engine, as are `kv_transfers`, which transfers KV blocks,
+    `kv_tier`, which stores them, and `slot_files`, which does so when a client says so.
     """
 
     def __init__(
@@ -99,9 +102,11 @@ class Engine:
         recording: RecordingFile | None = None,
         kv_transfers: EngineTransfers | None = None,
         kv_tier: EngineTier | None = None,
+        slot_files: SlotFiles | None = None,
     ) -> None:
         self._model = model
         self._kv_tier = kv_tier
+        self._slot_files = slot_files
         self._kv_transfers = kv_transfers
         self._recording = recording
         self._scheduler = scheduler
@@ -245,6 +250,42 @@ class Engine:
         """Free every cached block that no sequence uses; returns how many there were."""
         return self._scheduler.reset_prefix_cache()
 
+    async def save_slot(
+        self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
+    ) -> SlotPrefix:
+        """Write what is cached of a prefix into a file of `--slot-save-path`.
+
+        Raises:
+            RequestError: There is no such directory, or the name is none.
+            EngineError: Nothing of it is cached any more, or it cannot be written.
+        """
+        files = self._require_slot_files()
+        return await files.save(filename, adapter, self._root(adapter, cache_salt), token_ids)
+
+    async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        """Read a prefix from such a file into the prefix cache.
+
+        Raises:
+            RequestError: There is no such file, or it is not of this model and salt.
+            EngineError: It cannot be read, or there is no room.
+        """
+        files = self._require_slot_files()
+        adapter = await files.adapter_of(filename)
+        return await files.restore(filename, self._root(adapter, cache_salt))
+
+    def _root(self, adapter: str, cache_salt: str) -> ChainRoot:
+        request = self.with_adapter_id(Request("", (0,), SamplingParams(), adapter=adapter))
+        return ChainRoot(request.adapter_id, cache_salt)
+
+    def _require_slot_files(self) -> SlotFiles:
+        if self._slot_files is None:
+            raise RequestError(
+                "this server does not save slots; start it with --slot-save-path DIR",
+                status=501,
+                code="not_supported",
+            )
+        return self._slot_files
+
     @property
     def adapters(self) -> Sequence[LoadedAdapter]:
         """The adapters that requests may name and that were opened."""
@@ -303,6 +344,8 @@ class Engine:
             self._kv_transfers.start(self._wakeup.set)
         if self._kv_tier is not None:
             self._kv_tier.start(self._wakeup.set)
+        if self._slot_files is not None:
+            self._slot_files.start(self._wakeup.set)
         self._state = EngineState.RUNNING
         self._task = asyncio.create_task(self._run(), name="quickstep-engine")
         self._task.add_done_callback(self._ended)
@@ -341,6 +384,8 @@ class Engine:
             self._kv_transfers.close()
         if self._kv_tier is not None:
             await self._kv_tier.close()
+        if self._slot_files is not None:
+            self._slot_files.close()
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
         if self._fits is not None:
@@ -554,6 +599,8 @@ class Engine:
             self._kv_transfers.follow_orders()
         if self._kv_tier is not None:
             self._kv_tier.follow_orders()
+        if self._slot_files is not None:
+            self._slot_files.follow_steps()
         return now
 
     def _next_wakeup(self, now: float) -> float | None:
@@ -581,6 +628,8 @@ class Engine:
             self._kv_transfers.follow_orders()
         if self._kv_tier is not None:
             self._kv_tier.follow_orders()
+        if self._slot_files is not None:
+            self._slot_files.follow_steps()
         self._live.deliver(outcome.outputs, now)
         self._step_log.add_step(outcome.record)
         if self._fits is not None:

@@ -14,7 +14,7 @@ from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineStats, ReplicaChange
 from quickstep.text.tool_calls.formats import OutputFormats
-from quickstep.types import Delta, Request, SequenceTimings
+from quickstep.types import Delta, Request, SequenceTimings, SlotPrefix
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -176,6 +176,16 @@ class ServedEngine(Protocol):
 
         Raises EngineError if the engine does not run.
         """
+
+    async def save_slot(
+        self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
+    ) -> SlotPrefix:
+        """Write what is cached of a prefix into a file of `--slot-save-path`. Raises RequestError,
+        EngineError.
+        """
+
+    async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        """Read such a file into the prefix cache. Raises RequestError, EngineError."""
 
     async def load_adapter(
         self, name: str, path: str, *, is_from_client: bool = False

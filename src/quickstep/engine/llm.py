@@ -121,6 +121,7 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_dtype: str
     kv_cache_dir: str | None
     kv_cache_disk_bytes: int | None
+    slot_save_path: str | None
     state_slots: int | None
     state_interval: int
     max_model_len: int | None

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import PolicyName
+from quickstep.core.fallback import Route
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.router import ROUTERS
@@ -24,6 +25,7 @@ from quickstep.plan.hardware import Link
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.drafts import SimulatedDrafts, SimulatedModel
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
+from quickstep.sim.fallback import FallbackRun, UpstreamTimes
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival, Follow, Progress, Simulation
 from quickstep.sim.replicas.faults import random_faults
@@ -89,6 +91,21 @@ class Replicas(msgspec.Struct, frozen=True):
     router: str = "fewest-requests"
     num_faults: int = 0
     seed: int = 0
+
+
+class FallbackEngines(msgspec.Struct, frozen=True):
+    """A fallback chain of the requests to an engine (`sim.fallback`).
+
+    Attributes:
+        name: Of the model that the requests name; a route of any model has another one.
+        models: The engines of the route's other models, by name.
+        upstream: How soon its upstreams answer.
+    """
+
+    name: str
+    route: Route
+    models: dict[str, Candidate]
+    upstream: UpstreamTimes
 
 
 class PhasePools(msgspec.Struct, frozen=True):
@@ -164,9 +181,11 @@ def simulate_traffic(
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,
     window: CountedWindow | None = None,
+    fallback: FallbackEngines | None = None,
+    max_waiting: int | None = None,
 ) -> Simulation:
-    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases` and `window`
-    as in `simulate_arrivals`.
+    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases`, `window`,
+    `fallback` and `max_waiting` as in `simulate_arrivals`.
     """
     clients = Clients(
         traffic.workload,
@@ -189,6 +208,8 @@ def simulate_traffic(
         phases=phases,
         window=window,
         seed=traffic.seed,
+        fallback=fallback,
+        max_waiting=max_waiting,
     )
 
 
@@ -206,10 +227,14 @@ def simulate_arrivals(
     inter_token_target_s: float | None = None,
     window: CountedWindow | None = None,
     seed: int = 0,
+    fallback: FallbackEngines | None = None,
+    max_waiting: int | None = None,
 ) -> Simulation:
     """A candidate's engine, or replicas of it, with these arrivals; `pads`, `progress` and `window`
     as in `simulate`. With `phases`, which takes no window, the candidate is an engine that only
-    prefills. `seed`: Of which drafts are accepted.
+    prefills. `seed`: Of which drafts are accepted. With `fallback`, requests that the engine
+    refuses enter the chain; then there is one engine of each model. `max_waiting`: As of
+    `SchedulerConfig`, for each engine.
     """
     rng = random.Random(seed)
     load_s = 0.0 if adapters is None else adapters.load_s
@@ -221,6 +246,7 @@ def simulate_arrivals(
             policy=policy,
             max_loras=None if adapters is None else adapters.max_loras,
             transfers_kv=phases is not None,
+            max_waiting=max_waiting,
         )
         if inter_token_target_s is not None:
             config = replace(config, inter_token_target_s=inter_token_target_s)
@@ -239,6 +265,19 @@ def simulate_arrivals(
             clock, scheduler, of.costs, pads, load_s, drafts=drafts, stages=of.stages
         )
 
+    if fallback is not None:
+        clock = VirtualClock()
+        named = {fallback.name: candidate, **fallback.models}
+        return FallbackRun(
+            arrivals,
+            clock,
+            {name: new_engine(of, clock) for name, of in named.items()},
+            fallback.route,
+            fallback.upstream,
+            follow,
+            progress,
+            window,
+        ).run()
     router = ROUTERS["fewest-requests" if replicas is None else replicas.router]()
     if phases is not None:
         prefill = ReplicaSpec(partial(new_engine, candidate), Role.PREFILL)

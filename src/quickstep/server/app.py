@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -36,7 +37,7 @@ from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.responses.store import ResponseStore
 from quickstep.server.routes import api_routes
 from quickstep.server.usage.price_book import Price, PriceBook
-from quickstep.server.usage.recorder import UsageRecorder, restore_limits
+from quickstep.server.usage.recorder import UsageRecorder, record_upstream, restore_limits
 
 if TYPE_CHECKING:
     from quickstep.server.usage.ledger import Ledger
@@ -138,6 +139,8 @@ async def _running_engines(
 ) -> AsyncIterator[None]:
     """Run the engines, record their usage and log their traffic inside this context."""
     ledger = _open_ledger(models.server, options)
+    if ledger is not None:
+        models.server.fallbacks.follow_answers(partial(record_upstream, ledger))
     tasks: list[asyncio.Task[None]] = []
 
     async def start(model: ServedModel) -> None:

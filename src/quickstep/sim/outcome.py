@@ -64,7 +64,8 @@ class Simulation(msgspec.Struct):
 
     Of several replicas also `num_resent`, how often a request was sent to another replica because
     its own had crashed, and `lost_s`, the device seconds that those requests had received. Of
-    disaggregated phases, `handovers`.
+    disaggregated phases, `handovers`. Of a fallback chain (`sim.fallback`), `fallbacks`: how often
+    each step was entered, by its name and the cause.
     """
 
     endings: list[Ending] = msgspec.field(default_factory=list)
@@ -75,3 +76,4 @@ class Simulation(msgspec.Struct):
     num_resent: int = 0
     lost_s: float = 0.0
     handovers: Handovers | None = None
+    fallbacks: dict[tuple[str, str], int] | None = None

@@ -317,3 +317,54 @@ def test_bad_input_is_one_sentence(capsys, flags, sentence) -> None:
     captured = capsys.readouterr()
     assert sentence in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+CHAIN = """
+models:
+  - {model: llama-3.2-1b, name: large, aliases: [default]}
+  - {model: llama-3.2-3b, name: small}
+routes:
+  large:
+    - model: small
+    - upstream: https://api.example.com/v1
+      model: far
+"""
+
+
+def test_a_fallback_chain_is_compared_with_none(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(CHAIN)
+    few = ("--rate", "900", "--max-num-seqs", "2", "--max-waiting", "1", "--ttft-ms", "2000")
+    without, chained = figures(capsys, *few, "--fallback", str(file))
+    assert chained["run"] == f"{without['run']}, with the chain"
+    assert without["fallbacks"] is None
+    assert {entry["step"] for entry in chained["fallbacks"]} == {
+        "model=small",
+        "upstream=api.example.com/far",
+    }
+    assert without["figures"]["num_refused"] > chained["figures"]["num_refused"] == 0
+    assert without["figures"]["attainment"] < chained["figures"]["attainment"]
+    assert figures(capsys, *few) == [without]
+    assert main((*QUICK, *few, "--fallback", str(file))) == 0
+    printed = capsys.readouterr().out
+    assert "with the chain: " in printed
+    assert " times after overload" in printed
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ("routes: {other: [refuse: 503]}", (), "has no route for llama-3.2-1b"),
+        ("{}", (), "it has routes for nothing"),
+        ("routes: {'*': [model: nothing]}", (), "nothing"),
+        ("routes: {'*': [refuse: 500]}", (), "it must be 429 or 503"),
+        ("routes: {'*': [refuse: 503]}", ("--replicas", "2"), "one engine of each model"),
+    ],
+)
+def test_a_chain_that_cannot_be_simulated_is_refused(
+    capsys, tmp_path: Path, content: str, flags: tuple[str, ...], message: str
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(content)
+    assert main((*QUICK, "--fallback", str(file), *flags)) == 2
+    assert message in capsys.readouterr().err

@@ -47,6 +47,7 @@ BEYOND_THE_SCHEMA = re.compile(
     stream_options\ needs\ stream
     | background:\ true\ needs\ store
     | starting_after\ needs\ stream|conv_id\ is|conversation_id\ has
+    | id_slot\ is\ -?\d+,|id_slot\ is\ '|slot\ \d+\ has\ no\ tokens|filename\ is\ '
     | from\ is\ .*,\ the\ stream\ has | a\ server\ without\ API\ keys\ lists
     | top_logprobs\ needs\ (logprobs|include)
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
@@ -95,7 +96,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | messages\[\d+\]\.tool_calls\[\d+\]\.function\.arguments\ is\ not\ the\ JSON\ text
     | response_format\.json_schema(\.schema)?\ is\ missing
     | the\ (prompt|input)\ is\ empty | prompt\ (has\ \d+\ tokens|is\ too\ long)
-    | logit_bias\ holds\ token\ id
+    | logit_bias\ (holds\ token\ id|has\ \d+\ characters\ in\ one\ text)
     | options\.repeat_last_n\ is | system\ cannot\ go | model\ is\ missing
     | models\ cannot\ be\  | the\ only\ model\ of\ this\ server
     | (ignore_eos|allowed_token_ids)\ cannot\ be\ combined\ with\ a\ grammar

@@ -25,7 +25,7 @@ from field_cases_ollama import OLLAMA_CASES
 from field_cases_others import COMPLETION_LINE, OTHER_CASES
 from field_cases_responses import RESPONSES_CASES
 from field_effects import Case, Seen, thinking
-from field_places import PLACES, Place, Struct, json_routes, minimal, structs_in
+from field_places import PLACES, Place, Struct, json_routes, minimal, structs_in, url_of
 from openai.types import batch_create_params, completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -137,7 +137,7 @@ def post(
             given = body
             if route.request is BatchRequest and body.get("input_file_id") == "file-1":
                 given = {**body, **await COMPLETION_LINE(client)}  # a file that exists
-            return await client.post(route.path, json=given)
+            return await client.post(url_of(route.path), json=given)
 
     return asyncio.run(run())
 
@@ -149,7 +149,7 @@ def post_refused() -> Iterator[Post]:
     opened = client_of(create_app(engine, OPTIONS))
 
     def post(route: ApiRoute, body: dict[str, Any]) -> httpx.Response:
-        response = runner.run(client.post(route.path, json=body))
+        response = runner.run(client.post(url_of(route.path), json=body))
         assert response.status_code == 400, response.text
         assert not engine.submitted
         return response
@@ -168,7 +168,7 @@ def shows_effect(place: Place, case: Case, given: bool) -> bool:
         async with client_of(create_app(engine, OPTIONS)) as client:
             before = {} if case.before is None else await case.before(client)
             body = asked(place, case, before) if given else unasked(place, case, before)
-            response = await client.post(place.route.path, json=body)
+            response = await client.post(url_of(place.route.path), json=body)
             later = None
             if response.status_code == 200 and case.after is not None:
                 later = await case.after(client, response.json())

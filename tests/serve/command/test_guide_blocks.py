@@ -23,7 +23,7 @@ from run_guides import PAGES, SERVE, SHELLS, blocks, reason_not_to_run, statemen
 
 from quickstep.cli.flags.parsing import Parser
 from quickstep.cli.main import COMMANDS
-from quickstep.config import EngineConfig, LoRAConfig
+from quickstep.config import CacheConfig, EngineConfig, LoRAConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.model.checkpoint.source import bundled_adapter
 from quickstep.server.options import ServerOptions
@@ -58,7 +58,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     modules = (("docs", "demo-docstrings"), ("sql", "demo-sql"))
     lora = LoRAConfig(modules, allowed_dirs=(str(folder),))
     options = ServerOptions(drain_s=0.0, adapter_names=("docs", "sql"))
-    with live_server(open_engine(EngineConfig(lora=lora)), options) as one:
+    cache = CacheConfig(slot_save_path=str(folder / "slots"))
+    with live_server(open_engine(EngineConfig(cache=cache, lora=lora)), options) as one:
         yield one
 
 

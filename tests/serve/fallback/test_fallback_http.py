@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,9 +21,11 @@ from quickstep.server.app import app_of_models
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.models.server_state import ServerState
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import ServerOptions, UsageOptions
 from quickstep.server.usage.api_keys import ApiKey, ApiKeys
+from quickstep.server.usage.ledger import UsageTotals, usage_totals
 from quickstep.server.usage.limits import KeyLimits
+from quickstep.server.usage.price_book import PriceBook, PriceEntry
 from quickstep.types import FinishReason
 
 Use = Callable[[httpx.AsyncClient, list[FakeEngine]], Awaitable[Any]]
@@ -173,7 +176,9 @@ def test_routes_with_unknown_names_are_refused() -> None:
 
 
 def through(
-    double: UpstreamDouble, use: Callable[[httpx.AsyncClient, list[FakeEngine]], Awaitable[None]]
+    double: UpstreamDouble,
+    use: Callable[[httpx.AsyncClient, list[FakeEngine]], Awaitable[None]],
+    usage: UsageOptions | None = None,
 ) -> None:
     """Run `use` with a server whose model is full and whose chain leads to `double`."""
 
@@ -182,7 +187,9 @@ def through(
             engines = [FakeEngine()]
             steps = [{"upstream": double.url, "model": "remote", "key_env": "PATH_TO_KEY"}]
             options = ServerOptions(
-                served_model_names=("large",), routes=read_routes({"large": steps})
+                served_model_names=("large",),
+                routes=read_routes({"large": steps}),
+                usage=usage or UsageOptions(),
             )
             models = ModelRegistry.of_one(engines[0], options)
             async with client_of(app_of_models(models, options)) as client:
@@ -305,3 +312,86 @@ def test_failed_call_is_repeated_within_the_budget() -> None:
         assert len(double.bodies) == 3
 
     through(double, use)
+
+
+PRICES = PriceBook(
+    default=PriceEntry(input_per_million=1e5, device_per_hour=3600.0),
+    models={"remote": PriceEntry(input_per_million=2.0, output_per_million=10.0)},
+)
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+USAGE = {"choices": [], "usage": ANSWER["usage"]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "num_tokens"),
+    [
+        (response(LONG), "", (5, 7)),
+        (stream(CHUNK, END, USAGE), "length", (5, 7)),
+        (stream(CHUNK, CHUNK, END), "length", (0, 3)),  # without usage each chunk is a token
+        (stream(CHUNK, is_done=False), "error", (0, 1)),
+    ],
+)
+def test_an_upstreams_answer_is_a_row_of_the_ledger(
+    tmp_path: Path, reply: bytes, reason: str, num_tokens: tuple[int, int]
+) -> None:
+    path = tmp_path / "usage.db"
+
+    async def use(client: httpx.AsyncClient, engines: list[FakeEngine]) -> None:
+        await post(client, stream=b"event-stream" in reply)
+
+    through(UpstreamDouble(reply), use, UsageOptions(PRICES, path))
+    (row,) = usage_totals(path, by=("model", "endpoint", "finish_reason"))
+    num_prompt, num_output = num_tokens
+    assert row == UsageTotals(
+        group=("remote", CHAT, reason),
+        num_sequences=1,
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=0,
+        num_output_tokens=num_output,
+        queue_ns=0,
+        prefill_ns=0,
+        decode_ns=0,
+        device_ns=0,
+        cost_by_tokens_nusd=2_000 * num_prompt + 10_000 * num_output,
+        cost_by_device_nusd=0,
+    )
+
+
+def test_a_failed_upstream_leaves_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+
+    async def use(client: httpx.AsyncClient, engines: list[FakeEngine]) -> None:
+        assert (await post(client)).status_code == 503
+
+    through(UpstreamDouble(response(b"{}", "400 No")), use, UsageOptions(PRICES, path))
+    assert [row.num_sequences for row in usage_totals(path)] == [0]
+
+
+def test_why_names_the_steps_of_a_chain() -> None:
+    async def use(client: httpx.AsyncClient, engines: list[FakeEngine]) -> None:
+        engines[0].refusals[:] = [FULL]
+        answer = await client.post(CHAT, json=BODY, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200
+        for name in ("mine", "chatcmpl-mine"):
+            explained = (await client.get(f"/debug/requests/{name}")).json()
+            (attempt,) = explained["fallbacks"]
+            assert (attempt["step"], attempt["cause"]) == ("model=small", "overload")
+            assert attempt["error"] == str(FULL)
+        unknown = await client.get("/debug/requests/other")
+        assert unknown.status_code == 404
+
+    served(use, [{"model": "small"}])
+
+
+def test_why_names_the_refusal_at_the_end_of_a_chain() -> None:
+    async def use(client: httpx.AsyncClient, engines: list[FakeEngine]) -> None:
+        for engine in engines:
+            engine.refusals[:] = [FULL]
+        answer = await client.post(CHAT, json=BODY, headers={"x-request-id": "mine"})
+        assert answer.status_code == 503
+        explained = (await client.get("/debug/requests/mine")).json()
+        steps = [attempt["step"] for attempt in explained["fallbacks"]]
+        assert steps == ["model=small", "refuse=503"]
+        assert explained["sequences"] == []
+
+    served(use, [{"model": "small"}])

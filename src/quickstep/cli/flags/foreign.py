@@ -368,13 +368,6 @@ _MEMORY = (
     _row("--cache-ram -cram", _LLAMA, "--kv-cache-memory-bytes SIZE", takes="MIB"),
     _row("--defrag-thold -dt", _LLAMA, why="blocks need no defragmentation", takes="N"),
     _row(
-        "--slot-save-path",
-        _LLAMA,
-        "--kv-cache-dir {value}",
-        "prefixes are stored and restored by themselves",
-        takes="DIR",
-    ),
-    _row(
         "--prefix-caching-hash-algo",
         _VLLM,
         why="blocks have BLAKE2b keys, which collide as rarely as SHA-256; drop it",

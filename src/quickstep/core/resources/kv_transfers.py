@@ -10,6 +10,9 @@ transfer is refused, or ends early, the rest is computed, with the same bits.
 
 A transfer belongs to its connection: it begins and ends with it, and no time-out frees blocks that
 are still read or written. A driver carries out what is ordered here.
+
+A prefix may come from a file too, and go to one (`engine.kv_files.slot_files`): it arrives as one
+of another engine does, and is copied while it is cached, which `has_content` confirms.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Sequence as SequenceOf
 import msgspec
 
 from quickstep.core.resources.arriving_blocks import ArrivingBlocks
-from quickstep.core.resources.block_pool import ChainRoot, KVBlockPool
+from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
 from quickstep.core.resources.resource import Resource
 from quickstep.core.sequence import Residency, Sequence, SequenceState
 from quickstep.core.step import FlightRow, StepsInFlight
@@ -58,6 +61,13 @@ class ReceiveOrder(msgspec.Struct, frozen=True):
     step_id: int = 0
 
 
+class CachedPrefix(msgspec.Struct, frozen=True):
+    """The blocks with the longest cached prefix of some tokens, and their content."""
+
+    block_ids: tuple[int, ...]
+    content: tuple[BlockKey, ...]
+
+
 class _Sending(msgspec.Struct):
     """How far the blocks of a request are ordered; `is_over` if no more will be."""
 
@@ -84,13 +94,34 @@ class KVTransfers(Resource):
         """Whether blocks are held that no sequence may have."""
         return bool(self._receiving or self._num_sending)
 
+    # -- copying ----------------------------------------------------------------------------------
+
+    def cached_prefix(self, root: ChainRoot, token_ids: SequenceOf[int]) -> CachedPrefix:
+        """The full blocks of `token_ids` that are cached, from the first one on. Nothing is held:
+        `has_content` tells whether a copy is one of them.
+        """
+        pool = self._pool
+        digests: list[bytes] = []
+        pool.extend_digests(digests, root, token_ids, len(token_ids) // pool.block_size)
+        hits = pool.lookup(root, token_ids, digests).block_ids
+        return CachedPrefix(hits, tuple(map(pool.key_of, hits)))
+
+    def has_content(self, prefix: CachedPrefix) -> bool:
+        """Whether the blocks have kept their content until now."""
+        return all(map(self._pool.has_content, prefix.block_ids, prefix.content))
+
     # -- receiving --------------------------------------------------------------------------------
 
     def begin_receiving(
-        self, request_id: str, root: ChainRoot, token_ids: tuple[int, ...]
+        self,
+        request_id: str,
+        root: ChainRoot,
+        token_ids: tuple[int, ...],
+        leaves_longest: bool = True,
     ) -> ReceiveOrder | None:
         """Allocate what is not cached of a prompt's blocks; None if there is no room, or a transfer
-        for the request already. `end_receiving` has to follow an order.
+        for the request already. `end_receiving` has to follow an order. `leaves_longest`: the
+        longest sequence has to find room meanwhile, since the end depends on another engine.
         """
         pool = self._pool
         if request_id in self._receiving or not pool.prefix_caching:
@@ -104,7 +135,7 @@ class KVTransfers(Resource):
         num_held = num_receiving + self._num_sending
         if num_missing > pool.num_free_besides(hits):
             return None
-        if num_held + num_blocks > pool.num_blocks - self._num_kept:
+        if leaves_longest and num_held + num_blocks > pool.num_blocks - self._num_kept:
             return None
         prompt_blocks = token_ids[: num_blocks * pool.block_size]
         arriving = ArrivingBlocks(pool, root, prompt_blocks, digests, hits)

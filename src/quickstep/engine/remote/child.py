@@ -10,12 +10,13 @@ Launch in a thread that lives as long as the engine (see `launch`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import subprocess
 from collections.abc import Sequence
 
 from quickstep.engine.remote.connection import Connection
-from quickstep.engine.remote.launch import Launched, launch
+from quickstep.engine.remote.launch import WORKER_COMMAND, Launched, launch
 from quickstep.engine.remote.messages import (
     FROM_ENGINE,
     FromEngine,
@@ -27,6 +28,7 @@ from quickstep.engine.remote.opening import Open
 from quickstep.engine.remote.supervisor import LoadProgress
 from quickstep.errors import ConfigError, EngineError
 
+_LOGGER = logging.getLogger(__name__)
 _REAP_S = 5.0
 
 
@@ -144,21 +146,68 @@ class EngineProcess:
             return self._process.wait()
 
 
+class StandbyProcess:
+    """A worker that has imported what an engine needs and waits for a model: without weights, KV
+    cache and kernels' threads. The engines of a server share it; what wakes first takes it. Owned
+    by the server, which ends it.
+    """
+
+    def __init__(self, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._command = tuple(command)
+        self._launched: Launched | None = None
+        self._is_ended = False
+
+    def prepare(self) -> None:
+        """Start a process if none waits. Without one, the next engine to wake starts its own."""
+        if self._is_ended or (self._launched is not None and self._launched.is_alive):
+            return
+        self._drop()
+        try:
+            self._launched = launch(self._command)
+        except EngineError as error:
+            _LOGGER.warning("no process waits for the next model: %s", error)
+
+    def take(self) -> Launched | None:
+        """The process that waits, for the caller to own; None if there is none."""
+        launched, self._launched = self._launched, None
+        if launched is None or launched.is_alive:
+            return launched
+        launched.end()
+        return None
+
+    def end(self) -> None:
+        """End the process that waits; none is started any more."""
+        self._is_ended = True
+        self._drop()
+
+    def _drop(self) -> None:
+        if (launched := self._launched) is not None:
+            self._launched = None
+            launched.end()
+
+
 class ProcessLauncher:
     """Starts the processes of one engine, one after the other; the first, `launched`, may have been
-    started.
+    started, and `standby` may have one for any of them.
     """
 
     def __init__(
-        self, opening: Open, command: Sequence[str], launched: Launched | None = None
+        self,
+        opening: Open,
+        command: Sequence[str],
+        launched: Launched | None = None,
+        standby: StandbyProcess | None = None,
     ) -> None:
         self._opening = opening
         self._command = tuple(command)
         self._launched = launched
+        self._standby = standby
 
     async def start(self) -> EngineProcess:
         """The next process. Raises EngineError if it cannot be started."""
         launched, self._launched = self._launched, None
+        if launched is None and self._standby is not None:
+            launched = self._standby.take()
         if launched is None:
             launched = launch(self._command)
         return await EngineProcess.take(launched, self._opening)

@@ -30,7 +30,7 @@ from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.remote.child import ProcessLauncher
+from quickstep.engine.remote.child import ProcessLauncher, StandbyProcess
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
     Abort,
@@ -46,7 +46,10 @@ from quickstep.engine.remote.messages import (
     Refused,
     ReportTimings,
     ResetPrefixCache,
+    RestoreSlot,
     Resume,
+    SaveSlot,
+    SlotNote,
     Started,
     StatsNote,
     StepNote,
@@ -72,7 +75,7 @@ from quickstep.model.checkpoint.source import FileVersions, file_versions
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, KVTarget, Request, SequenceTimings
+from quickstep.types import FinishReason, KVTarget, Request, SequenceTimings, SlotPrefix
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
@@ -81,6 +84,7 @@ _DEADLINE_MARGIN_S = 1.0
 LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
 _ADAPTER_S = 130.0  # for an adapter, which it gives up after 120
+_SLOT_S = 300.0  # for a slot's file, which may have gigabytes
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
@@ -192,7 +196,8 @@ class RemoteEngine:
     """One model in a process that this object owns. `open` it, `start` it, `stop` it.
 
     `command` starts the worker; tests have their own. `launched` is the first worker, if it has
-    been started, perhaps with the message to open the same `config`; this object takes it over. A
+    been started, perhaps with the message to open the same `config`; this object takes it over.
+    `standby` is what several engines share: when one sleeps, a worker is prepared for the next. A
     process that makes no progress for `stall_s` seconds with requests pending is replaced. With
     `connect` it is an engine that listens (`host.connector`), and of `config` only the parts that
     concern this process matter. At most
@@ -213,6 +218,7 @@ class RemoteEngine:
         command: Sequence[str] = WORKER_COMMAND,
         clock: Callable[[], float] = time.monotonic,
         launched: Launched | None = None,
+        standby: StandbyProcess | None = None,
         stall_s: float = STALL_S,
         max_undecided: int = 4096,
         watcher: EngineWatcher | None = None,
@@ -221,7 +227,8 @@ class RemoteEngine:
         connect: EngineConnector | None = None,
     ) -> None:
         if connect is None:
-            connect = ProcessLauncher(opening_of(config, log), command, launched).start
+            connect = ProcessLauncher(opening_of(config, log), command, launched, standby).start
+        self._standby = standby
         self._supervisor = Supervisor(
             client=self,
             connect=connect,
@@ -244,6 +251,7 @@ class RemoteEngine:
         self._resets: deque[asyncio.Future[int]] = deque()  # answered in order
         self._changes: dict[int, asyncio.Future[LoadedAdapter | None]] = {}  # of adapters
         self._num_changes = 0
+        self._slots: dict[int, asyncio.Future[SlotPrefix]] = {}  # that are saved or restored
         # What clients changed, for a new process: paths by name, None for those of the start that
         # are unloaded.
         self._changed_adapters: dict[str, str | None] = {}
@@ -289,6 +297,8 @@ class RemoteEngine:
         live end, or are taken. Raises EngineError if the engine does not run.
         """
         await self._supervisor.sleep()
+        if self._standby is not None:
+            self._standby.prepare()
 
     async def wake(self) -> None:
         """Start a process again. Raises EngineError if the engine does not sleep, or none serves
@@ -589,6 +599,42 @@ class RemoteEngine:
         if name in self._adapters_at_start:
             self._changed_adapters[name] = None
 
+    async def save_slot(
+        self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
+    ) -> SlotPrefix:
+        """Write what is cached of a prefix into a file of `--slot-save-path`.
+
+        Raises:
+            RequestError: There is no such directory, or the name is none.
+            EngineError: It cannot be written, or the engine does not answer in time.
+        """
+        number = self._next_change()
+        return await self._moved_slot(
+            SaveSlot(number, filename, adapter, cache_salt, tuple(token_ids))
+        )
+
+    async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        """Read such a file into the prefix cache.
+
+        Raises:
+            RequestError: There is no such file, or it is not of this model and salt.
+            EngineError: It cannot be read, or the engine does not answer in time.
+        """
+        return await self._moved_slot(RestoreSlot(self._next_change(), filename, cache_salt))
+
+    async def _moved_slot(self, message: SaveSlot | RestoreSlot) -> SlotPrefix:
+        process = self._running_process()
+        moved: asyncio.Future[SlotPrefix] = asyncio.get_running_loop().create_future()
+        self._slots[message.number] = moved
+        try:
+            process.sender.put(message)
+            async with asyncio.timeout(_SLOT_S):
+                return await moved
+        except TimeoutError:
+            raise EngineError("the engine process did not answer about the slot") from None
+        finally:
+            del self._slots[message.number]
+
     def _next_change(self) -> int:
         self._num_changes += 1
         return self._num_changes
@@ -761,6 +807,14 @@ class RemoteEngine:
                     reset.set_result(num_blocks)
             case AdapterNote():
                 self._note_change(message)
+            case SlotNote(number=number, prefix=prefix, refused=refused):
+                moved = self._slots.get(number)
+                if moved is None or moved.done():
+                    return  # its caller has left
+                if prefix is not None:
+                    moved.set_result(prefix)
+                elif refused is not None:
+                    moved.set_exception(refused.error)
             case StatsNote(stats=stats):
                 self._note_stats(stats)
             case Draining():
@@ -782,6 +836,9 @@ class RemoteEngine:
         while self._resets:
             if not (reset := self._resets.popleft()).done():
                 reset.set_exception(EngineError("the engine process ended, and its cache with it"))
+        for moved in self._slots.values():
+            if not moved.done():
+                moved.set_exception(EngineError("the engine process ended"))
         for change in self._changes.values():
             if not change.done():
                 change.set_exception(EngineError("the engine process ended"))

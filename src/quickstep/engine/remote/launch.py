@@ -45,6 +45,11 @@ class Launched(msgspec.Struct):
         with suppress(ConnectionError):  # reading from the worker will report its end
             self.connection.sendall(frame)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
     def wait(self) -> int:
         """Wait for the process to end; returns its exit status, negative for a signal."""
         return self.process.wait()

@@ -1,7 +1,7 @@
 """The messages between the server's process and the engine's; `connection` sends them.
 
     ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings, ResetPrefixCache,
-                 LoadAdapter and UnloadAdapter, in the end Stop
+                 LoadAdapter and UnloadAdapter, SaveSlot and RestoreSlot, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, Started,
                  and notes
 
@@ -29,7 +29,7 @@ from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineStats
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Delta, KVTarget, Request, SequenceTimings, StepRecord
+from quickstep.types import Delta, KVTarget, Request, SequenceTimings, SlotPrefix, StepRecord
 
 
 class TextDigests(msgspec.Struct, frozen=True):
@@ -106,6 +106,24 @@ class UnloadAdapter(WireMessage, frozen=True):
 
     number: int
     name: str
+
+
+class SaveSlot(WireMessage, frozen=True):
+    """Write a cached prefix into a file, and send a SlotNote with the same `number`."""
+
+    number: int
+    filename: str
+    adapter: str
+    cache_salt: str
+    token_ids: tuple[int, ...]
+
+
+class RestoreSlot(WireMessage, frozen=True):
+    """Read a file into the prefix cache, and send a SlotNote with the same `number`."""
+
+    number: int
+    filename: str
+    cache_salt: str
 
 
 class ReadClock(WireMessage, frozen=True):
@@ -218,6 +236,14 @@ class AdapterNote(WireMessage, frozen=True):
     refused: Refused | None = None
 
 
+class SlotNote(WireMessage, frozen=True):
+    """The answer to a SaveSlot or RestoreSlot: what the file has, or why it was refused."""
+
+    number: int
+    prefix: SlotPrefix | None = None
+    refused: Refused | None = None
+
+
 class StatsNote(WireMessage, frozen=True):
     """The engine's state; sent when a request came or ended, and regularly while busy, as the
     worker's heartbeat. `computed_s` is the processor time of all threads but the event loop's.
@@ -248,6 +274,8 @@ ToEngine = (
     | ResetPrefixCache
     | LoadAdapter
     | UnloadAdapter
+    | SaveSlot
+    | RestoreSlot
     | ReadClock
     | Stop
 )
@@ -262,6 +290,7 @@ FromEngine = (
     | TimingsNote
     | PrefixCacheNote
     | AdapterNote
+    | SlotNote
     | StatsNote
     | ClockNote
     | Draining

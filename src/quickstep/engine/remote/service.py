@@ -43,7 +43,10 @@ from quickstep.engine.remote.messages import (
     Refused,
     ReportTimings,
     ResetPrefixCache,
+    RestoreSlot,
     Resume,
+    SaveSlot,
+    SlotNote,
     Started,
     StatsNote,
     StepNote,
@@ -278,6 +281,8 @@ class EngineService:
             case LoadAdapter() | UnloadAdapter():
                 self._num_changes += 1
                 self._start(self._change_adapters(message))
+            case SaveSlot() | RestoreSlot():
+                self._start(self._move_slot(message))
             case ReadClock(sent_s=sent_s):
                 self._sender.put(ClockNote(sent_s, self._require_engine().stats().now_s))
             case Stop():
@@ -426,6 +431,23 @@ class EngineService:
         finally:
             self._num_changes -= 1
         self._sender.put(AdapterNote(message.number, loaded, refused))
+
+    async def _move_slot(self, message: SaveSlot | RestoreSlot) -> None:
+        engine, prefix, refused = self._require_engine(), None, None
+        filename, cache_salt = message.filename, message.cache_salt
+        try:
+            if isinstance(message, SaveSlot):
+                prefix = await engine.save_slot(
+                    filename, message.adapter, cache_salt, message.token_ids
+                )
+            else:
+                prefix = await engine.restore_slot(filename, cache_salt)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `_submit`
+            refused = _refusal("", error)
+        self._sender.put(SlotNote(message.number, prefix, refused))
+        self._stats_due.set()
 
     async def _end_requests(self) -> None:
         """End the requests of this connection, then close it."""

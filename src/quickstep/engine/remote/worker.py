@@ -6,7 +6,8 @@ parent, even in a native call. It ignores SIGINT and SIGTERM: a terminal and a s
 them to the process group, and the parent then drains.
 
 Loading the weights takes longest at the start. So this module imports what reads them, looks at the
-first message to see which ones, and imports the rest while a thread reads them.
+first message to see which ones, and imports the rest while a thread reads them; without a message
+yet, before it comes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quickstep.errors import EngineError
@@ -57,6 +60,8 @@ def _opener(socket_fd: int) -> EngineOpener:
     from quickstep.engine.logs import install
 
     import_loading()
+    if not _has_message(socket_fd):  # a standby process, or an owner that is slow: there is time
+        _import_rest()
     progress = _LoadProgress()
     thread = ThreadPoolExecutor(1, thread_name_prefix="open")
     first = _first_message(socket_fd)
@@ -97,6 +102,20 @@ def _first_message(socket_fd: int) -> Open | None:
         return None
     finally:
         connection.detach()
+
+
+def _has_message(socket_fd: int) -> bool:
+    """Whether the opening is there, or the other end has closed."""
+    return bool(select.select([socket_fd], [], [], 0.0)[0])
+
+
+def _import_rest() -> None:
+    """Import what is imported after the first message otherwise."""
+    from quickstep.engine.assembly import import_engine
+
+    import_engine()
+    for name in ("uvloop", "quickstep.engine.remote.connection", "quickstep.engine.remote.service"):
+        import_module(name)
 
 
 class _LoadProgress:

@@ -11,30 +11,28 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
-from msgspec import structs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quickstep.core.explanation import FallbackAttempt
 from quickstep.core.fallback import (
     ANY_MODEL,
     Cause,
-    Decision,
+    ChainProgress,
     FallbackStep,
-    NoSpeculation,
     OtherModel,
     Refuse,
     Route,
-    ShorterOutput,
-    Situation,
     Upstream,
-    decide,
+    cause_of,
 )
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.server.upstream.client import TimeLeft, UpstreamClient
+from quickstep.server.usage.recorder import UpstreamAnswer
 from quickstep.types import Request
 
 UPSTREAM_PATHS = {
@@ -43,7 +41,9 @@ UPSTREAM_PATHS = {
     "/v1/completions": "/completions",
     "/completions": "/completions",
 }
-_LIMIT_CODES = ("rate_limit_exceeded", "insufficient_quota")
+_MAX_NOTED = 4096  # requests whose steps are kept
+_MAX_ATTEMPTS = 16
+_MAX_ERROR = 300  # characters
 _LOG = logging.getLogger("quickstep.server")
 
 
@@ -88,6 +88,8 @@ class FallbackState:
         self.routes = routes
         self.clock = clock
         self.counts: Counter[Fallback] = Counter()
+        self._attempts: OrderedDict[str, list[FallbackAttempt]] = OrderedDict()  # by request
+        self.report_answer: Callable[[UpstreamAnswer], None] = _ignore
         self.upstreams = {
             step: UpstreamClient(step, _key_of(step, route.name, environ), clock)
             for route in routes.values()
@@ -95,8 +97,32 @@ class FallbackState:
             if isinstance(step, Upstream)
         }
 
+    def follow_answers(self, report: Callable[[UpstreamAnswer], None]) -> None:
+        """Call `report` with each answer of an upstream that has ended."""
+        self.report_answer = report
+
+    def note_attempt(self, request_id: str, attempt: FallbackAttempt) -> None:
+        """A request has entered a step. The latest requests are kept; clients choose ids, so that
+        an entry may be of several requests.
+        """
+        attempts = self._attempts.setdefault(request_id, [])
+        self._attempts.move_to_end(request_id)
+        attempts.append(attempt)
+        del attempts[:-_MAX_ATTEMPTS]
+        if len(self._attempts) > _MAX_NOTED:
+            self._attempts.popitem(last=False)
+
+    def attempts_of(self, request_id: str) -> tuple[FallbackAttempt, ...]:
+        """The steps that a request with this id has entered, as far as they are kept."""
+        return tuple(self._attempts.get(request_id, ()))
+
     def chain_of(
-        self, body: bytes, default_model: str, received_s: float, path: str
+        self,
+        body: bytes,
+        default_model: str,
+        received_s: float,
+        path: str,
+        request_id: str = "",
     ) -> Chain | None:
         """The chain of a request; None if no route is for its model, or the client wants none."""
         if not self.routes:
@@ -115,12 +141,17 @@ class FallbackState:
             route,
             model=model,
             path=UPSTREAM_PATHS.get(path),
+            request_id=request_id,
             keeps_model=fields.fallback == "same_model",
             due_s=(
                 None if deadline_ms is None else received_s + deadline_ms / 1e3,
                 None if fields.timeout_s is None else received_s + fields.timeout_s,
             ),
         )
+
+
+def _ignore(_: UpstreamAnswer) -> None:
+    return
 
 
 def _key_of(step: Upstream, route: str, environ: Mapping[str, str]) -> str | None:
@@ -140,10 +171,8 @@ class Chain:
     attempts read it and report to it.
 
     Attributes:
-        model: The model of the present attempt, by name.
         upstream: What serves the present attempt instead of an engine.
         is_counted: The rate limit of requests has counted the request.
-        step: What the present attempt changes of the request as it came; None for nothing.
     """
 
     def __init__(
@@ -153,22 +182,28 @@ class Chain:
         *,
         model: str,
         path: str | None,
+        request_id: str,
         keeps_model: bool,
         due_s: tuple[float | None, float | None],
     ) -> None:
-        self.model = model
         self.upstream: UpstreamClient | None = None
         self.is_counted = False
         self.path = path
+        self._request_id = request_id
         self._state = state
         self._route = route
-        self._keeps_model = keeps_model
         self._due_s = due_s
-        self._num_tried = 0
-        self._max_tokens: int | None = None
-        self._speculates = True
-        self.step: FallbackStep | None = None
-        self._own_model = model
+        self._progress = ChainProgress(route, model, keeps_model, is_openai=path is not None)
+
+    @property
+    def step(self) -> FallbackStep | None:
+        """What the present attempt changes of the request as it came; None for nothing."""
+        return self._progress.step
+
+    @property
+    def model(self) -> str:
+        """The model of the present attempt, by name."""
+        return self._progress.model
 
     @property
     def leaves_model(self) -> bool:
@@ -184,15 +219,7 @@ class Chain:
 
     def applied(self, request: Request) -> Request:
         """The request of the present attempt."""
-        match self.step:
-            case ShorterOutput(max_tokens):
-                sampling = structs.replace(request.sampling, max_tokens=max_tokens)
-                request = structs.replace(request, sampling=sampling)
-            case NoSpeculation():
-                request = structs.replace(request, speculation=False)
-        self._max_tokens = request.sampling.max_tokens
-        self._speculates = request.speculation
-        return request
+        return self._progress.applied(request)
 
     def after(self, error: Exception) -> bool:
         """Enter the step to try after an error; False to answer with it. Raises RequestError for
@@ -201,41 +228,23 @@ class Chain:
         cause = cause_of(error)
         if cause is None:
             return False
-        decision = decide(self._route, self._situation(cause))
-        if decision is None:
+        clients = self._state.upstreams.items()
+        busy = frozenset([step.url for step, client in clients if not client.is_free])
+        first_byte_s = {step.url: client.breaker.first_byte_s for step, client in clients}
+        step = self._progress.enter(cause, self.time_left.least_s, busy, first_byte_s)
+        if step is None:
             return False
-        self._enter(decision, cause, error)
-        return True
-
-    def _situation(self, cause: Cause) -> Situation:
-        upstreams = self._state.upstreams
-        return Situation(
-            cause,
-            num_tried=self._num_tried,
-            max_tokens=self._max_tokens,
-            speculates=self._speculates,
-            keeps_model=self._keeps_model,
-            is_openai=self.path is not None,
-            left_s=self.time_left.least_s,
-            unavailable=frozenset(
-                [step.url for step, client in upstreams.items() if not client.is_free]
-                + [self.model]
-            ),
-            first_byte_s={
-                step.url: client.breaker.first_byte_s for step, client in upstreams.items()
-            },
-        )
-
-    def _enter(self, decision: Decision, cause: Cause, error: Exception) -> None:
-        step = decision.step
-        self._num_tried = decision.num_tried
-        self._state.counts[Fallback(self._route.name, str(step), cause.value)] += 1
-        _LOG.info("route %s: %s after %s: %s", self._route.name, step, cause.value, error)
+        self._note(step, cause, error)
+        self.upstream = self._state.upstreams[step] if isinstance(step, Upstream) else None
         if isinstance(step, Refuse):
             raise _refusal(step, error)
-        self.step = step
-        self.model = step.name if isinstance(step, OtherModel) else self._own_model
-        self.upstream = self._state.upstreams[step] if isinstance(step, Upstream) else None
+        return True
+
+    def _note(self, step: FallbackStep, cause: Cause, error: Exception) -> None:
+        self._state.counts[Fallback(self._route.name, str(step), cause.value)] += 1
+        attempt = FallbackAttempt(str(step), cause.value, str(error)[:_MAX_ERROR])
+        self._state.note_attempt(self._request_id, attempt)
+        _LOG.info("route %s: %s after %s: %s", self._route.name, step, cause.value, error)
 
 
 def _refusal(step: Refuse, error: Exception) -> RequestError:
@@ -247,21 +256,6 @@ def _refusal(step: Refuse, error: Exception) -> RequestError:
         code=(error.code if isinstance(error, RequestError) else None) or "fallback_exhausted",
         retry_after_s=getattr(error, "retry_after_s", None),
     )
-
-
-def cause_of(error: Exception) -> Cause | None:
-    """Why a request could not be served; None for what no other attempt would change."""
-    if isinstance(error, EngineError):
-        return Cause.FAILURE
-    if not isinstance(error, RequestError):
-        return None
-    if error.code in _LIMIT_CODES:
-        return Cause.RATE_LIMIT
-    if error.code == "deadline_unreachable":
-        return Cause.DEADLINE
-    if error.code == "context_length_exceeded":
-        return Cause.MEMORY
-    return Cause.OVERLOAD if error.status in (429, 503) else None
 
 
 async def run_chain(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import AsyncGenerator, Callable, MutableMapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from starlette.responses import Response
 
 from quickstep.errors import EngineError
@@ -14,6 +15,8 @@ from quickstep.server.http.errors import error_of, json_response
 from quickstep.server.http.event_stream import DONE, EventStream, data_frame
 from quickstep.server.usage.limits import KeyLimiter, Reservation
 from quickstep.server.usage.price_book import Price, SequenceUsage, cost
+from quickstep.server.usage.recorder import UpstreamAnswer
+from quickstep.types import FinishReason
 
 # OpenAI's fields of chat and completions; another server may refuse those of this one.
 _FIELDS = frozenset(
@@ -27,23 +30,40 @@ _FIELDS = frozenset(
 )
 
 
+_UNKNOWN_REASON = ""
+_MAX_REASON = 40  # characters of what an upstream says
+
+
 class Bill:
-    """Charges the key of a request for what an upstream has generated, once."""
+    """Charges the key of a request for what an upstream has generated, once, and reports it.
+
+    `answer` is what is known of the answer before it comes.
+    """
 
     def __init__(
-        self, limiter: KeyLimiter, reservation: Reservation, key_name: str, price: Price
+        self,
+        limiter: KeyLimiter,
+        reservation: Reservation,
+        price: Price,
+        answer: UpstreamAnswer,
+        report: Callable[[UpstreamAnswer], None],
     ) -> None:
         self._limiter = limiter
         self._reservation = reservation
-        self._key_name = key_name
         self._price = price
+        self._answer = answer
+        self._report = report
         self._usage = SequenceUsage()
         self._num_chunks = 0
+        self._finish_reason = FinishReason.ABORTED.value
         self._is_closed = False
 
     def add(self, content: dict[str, Any]) -> None:
         """Note the usage so far; without one, each chunk of a stream counts as a token."""
         self._num_chunks += bool(content["choices"])
+        for choice in content["choices"]:
+            if isinstance(choice, dict) and isinstance(choice.get("finish_reason"), str):
+                self._finish_reason = choice["finish_reason"][:_MAX_REASON]
         usage = content.get("usage")
         if not isinstance(usage, dict):
             return
@@ -54,16 +74,33 @@ class Bill:
             num_prompt, min(num_cached, num_prompt), _count(usage.get("completion_tokens"))
         )
 
+    def end(self) -> None:
+        """The answer is complete, whether it has said why it ends or not."""
+        if self._finish_reason == FinishReason.ABORTED.value:
+            self._finish_reason = _UNKNOWN_REASON
+
+    def fail(self) -> None:
+        """The upstream has failed after the first byte."""
+        self._finish_reason = FinishReason.ERROR.value
+
     async def close(self) -> None:
-        """Charge the key and release what it had reserved. Idempotent."""
+        """Charge the key, release what it had reserved, report the answer if there is one.
+        Idempotent.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         usage = self._usage
         if not usage.num_output_tokens:
             usage = SequenceUsage(usage.num_prompt_tokens, 0, self._num_chunks)
-        self._limiter.charge(self._key_name, usage, cost(usage, self._price))
+        costs = cost(usage, self._price)
+        self._limiter.charge(self._answer.key_name, usage, costs)
         self._reservation.release()
+        if self._num_chunks:
+            reason = self._finish_reason
+            self._report(
+                structs.replace(self._answer, usage=usage, costs=costs, finish_reason=reason)
+            )
 
 
 def _count(value: object) -> int:
@@ -84,6 +121,7 @@ async def forward(
             fields.pop("stream", None)
             content = await client.complete(path, fields, chain.time_left)
             bill.add(content)
+            bill.end()
             await bill.close()
             return json_response(content)
         options = fields.get("stream_options") or {}
@@ -119,7 +157,9 @@ async def _frames(
             bill.add(content)
             if content["choices"] or has_usage:
                 yield data_frame(content)
+        bill.end()
     except EngineError as error:  # the status is sent already
+        bill.fail()
         state["has_failed"] = True
         yield data_frame(error_of(error)[1])
     yield DONE

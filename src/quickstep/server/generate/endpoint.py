@@ -58,7 +58,7 @@ from quickstep.server.options import ConnectionOptions
 from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.price_book import Price
-from quickstep.server.usage.recorder import BATCHES
+from quickstep.server.usage.recorder import BATCHES, UpstreamAnswer
 from quickstep.types import Delta, RequestClass
 from quickstep.types import Request as EngineRequest
 
@@ -125,7 +125,8 @@ class GeneratingRoute:
         if not server.fallbacks.routes:
             return await self._attempt(request, body, caller, endpoint)
         name = self._models.default.name
-        chain = server.fallbacks.chain_of(body, name, received_s, endpoint)
+        http_id: str = request.scope["state"]["request_id"]
+        chain = server.fallbacks.chain_of(body, name, received_s, endpoint, http_id)
         if chain is None:
             return await self._attempt(request, body, caller, endpoint)
         return await run_chain(
@@ -240,7 +241,10 @@ class GeneratingRoute:
             is_counted=chain.is_counted,
         )
         chain.is_counted = True
-        bill = Bill(server.limiter, reservation, caller, price or Price())
+        http_id: str = request.scope["state"]["request_id"]
+        answer = UpstreamAnswer(http_id, caller, name, endpoint)
+        report = server.fallbacks.report_answer
+        bill = Bill(server.limiter, reservation, price or Price(), answer, report)
         try:
             return await unless_disconnected(
                 request.receive,

@@ -140,6 +140,11 @@ CODES: Mapping[str, Code] = {
         "`previous_response_id` is not stored here.",
         "Send the conversation so far as `input`.",
     ),
+    "not_supported": Code(
+        501,
+        "This server, or its model, has not what the route needs.",
+        "Start it with the flag that the message names.",
+    ),
     "stream_not_found": Code(
         404,
         "The conversation has no stream of this key, or not any more.",

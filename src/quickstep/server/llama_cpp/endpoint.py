@@ -1,4 +1,4 @@
-"""llama.cpp's own routes: `/completion`, and `/props` and `/slots` about the server.
+"""llama.cpp's own routes: `/completion`, and `/props` about the server; `slots` has `/slots`.
 
 Several prompts, or several completions of one prompt, give a list of completions; in a stream they
 differ by `index`. A stream has no `[DONE]`: the chunk with `stop: true` is the last of its index.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,8 +20,7 @@ from starlette.responses import Response
 
 from quickstep import __version__
 from quickstep.engine.interface import Vocabulary
-from quickstep.errors import EngineError
-from quickstep.server.fields.decode import decode_values, invalid_json
+from quickstep.server.fields.decode import invalid_json
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.fields.shared_fields import LoRAScale
 from quickstep.server.generate.api import Observers, reports_progress
@@ -46,7 +45,6 @@ from quickstep.server.llama_cpp.response_types import (
     LlamaChunk,
     LlamaCompletion,
     LlamaProps,
-    LlamaSlot,
     LlamaTimings,
     LlamaToken,
     LlamaTopToken,
@@ -54,19 +52,27 @@ from quickstep.server.llama_cpp.response_types import (
     Modalities,
     ServerLoad,
 )
+from quickstep.server.llama_cpp.slots import (
+    SlotRoutes,
+    SlotsByKey,
+    SlotTokens,
+    check_slot,
+    num_slots,
+)
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import PromptProgressReport
 from quickstep.server.options import bounded
 from quickstep.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 
-_NO_SLOT = -1  # the slots of the scheduler are not public
+_NO_SLOT = -1  # a completion without `id_slot`
 
 
 class LlamaCpp:
     """The API of `/completion`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slots: SlotsByKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self._slots = slots
         self._clock = clock
 
     def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
@@ -76,11 +82,14 @@ class LlamaCpp:
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
         parsed = llama_request(fields, model)
         progress = reports_progress(fields, reader)
+        keep = None
+        if fields.id_slot is not None and fields.id_slot != _NO_SLOT:
+            keep = partial(self._slots.put, caller, check_slot(fields.id_slot, model))
         return replace(
             parsed,
             request=replace(parsed.request, reports_progress=progress),
             ignored=reader.ignored,
-            writer=partial(_LlamaWriter, fields, model, self._clock),
+            writer=partial(_LlamaWriter, fields, model, keep, self._clock),
         )
 
 
@@ -89,12 +98,15 @@ class _LlamaWriter:
         self,
         fields: LlamaCompletionRequest,
         model: ServedModel,
+        keep: Callable[[SlotTokens], None] | None,
         clock: Callable[[], float],
         generation: Generation,
         head: Head,
     ) -> None:
         self._fields = fields
         self._model = model
+        self._keep = keep
+        self._id_slot = _NO_SLOT if keep is None or fields.id_slot is None else fields.id_slot
         self._tokenizer: Vocabulary = model.engine.tokenizer
         self._generation = generation
         self._clock = clock
@@ -117,7 +129,7 @@ class _LlamaWriter:
                     content="",
                     tokens=[],
                     stop=False,
-                    id_slot=_NO_SLOT,
+                    id_slot=self._id_slot,
                     tokens_predicted=0,
                     tokens_evaluated=num_prompt_tokens,
                     prompt_progress=PromptProgressReport.of(delta.progress, num_prompt_tokens),
@@ -130,7 +142,7 @@ class _LlamaWriter:
                     content=delta.text,
                     tokens=list(delta.token_ids),
                     stop=False,
-                    id_slot=_NO_SLOT,
+                    id_slot=self._id_slot,
                     tokens_predicted=len(choice.token_ids),
                     tokens_evaluated=len(self._prompt(choice)),
                     timings=self._timings(choice) if self._fields.timings_per_token else UNSET,
@@ -170,11 +182,13 @@ class _LlamaWriter:
         text = "".join(choice.text)
         prompt = self._prompt(choice)
         in_stream = self._generation.request.stream
+        if self._keep is not None and not choice.index:
+            self._keep(self._slot_tokens(prompt, choice))
         return LlamaCompletion(
             index=choice.index,
             content=content,
             tokens=tokens,
-            id_slot=_NO_SLOT,
+            id_slot=self._id_slot,
             stop=True,
             model=self._generation.request.model,
             tokens_predicted=len(choice.token_ids),
@@ -194,6 +208,10 @@ class _LlamaWriter:
             timings=self._timings(choice),
             completion_probabilities=(UNSET if in_stream else self._probabilities(choice.logprobs)),
         )
+
+    def _slot_tokens(self, prompt: Sequence[int], choice: Choice) -> SlotTokens:
+        request, token_ids = self._generation.request.request, [*prompt, *choice.token_ids]
+        return SlotTokens.of(self._model.name, request.adapter, request.cache_salt, token_ids)
 
     def _selected_fields(self, completion: LlamaCompletion) -> object:
         """The completion, or only its `response_fields`; `a/b` is a field of a field."""
@@ -317,15 +335,10 @@ class _AdapterScales(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     lora: list[LoRAScale]
 
 
-class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The query of `/slots`: with 1, the status is 503 if no slot is free."""
-
-    fail_on_no_slot: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
-
-
 def llama_cpp_routes(models: ModelRegistry, observers: Observers) -> list[ApiRoute]:
     """The routes of this module."""
-    completion = GeneratingRoute(LlamaCpp(), models, observers)
+    slots = SlotsByKey()
+    completion = GeneratingRoute(LlamaCpp(slots), models, observers)
     state = _StateRoutes(models)
     return [
         ApiRoute(
@@ -349,14 +362,7 @@ def llama_cpp_routes(models: ModelRegistry, observers: Observers) -> list[ApiRou
             "The model, its default parameters and its chat template.",
             response=LlamaProps,
         ),
-        ApiRoute(
-            "GET",
-            "/slots",
-            state.slots,
-            "The slots of the batch.",
-            response=list[LlamaSlot],
-            query=SlotQuery,
-        ),
+        *SlotRoutes(models, slots).routes(),
         ApiRoute(
             "GET",
             "/lora-adapters",
@@ -406,7 +412,7 @@ class _StateRoutes:
         template = engine.chat_template
         props = LlamaProps(
             default_generation_settings=settings,
-            total_slots=self._num_slots,
+            total_slots=num_slots(self._model),
             model_alias=self._model.name,
             model_path=engine.model_name,
             modalities=Modalities(),
@@ -414,19 +420,6 @@ class _StateRoutes:
             build_info=f"quickstep {__version__}",
         )
         return json_response(props)
-
-    async def slots(self, request: Request) -> Response:
-        """Return which slots of the batch are in use."""
-        query = decode_values(request.query_params, SlotQuery)
-        num_running = self._model.engine.stats().scheduler.num_running
-        num_ctx = self._model.engine.max_model_len
-        slots = [
-            LlamaSlot(slot_id, num_ctx, False, slot_id < num_running)
-            for slot_id in range(self._num_slots)
-        ]
-        if query.fail_on_no_slot and num_running >= len(slots):
-            raise EngineError("all slots are in use; try again later")
-        return json_response(slots)
 
     async def adapters(self, _: Request) -> Response:
         """Return the LoRA adapters with their default scales."""
@@ -466,9 +459,3 @@ class _StateRoutes:
             num_free_blocks=scheduler.blocks.num_free,
         )
         return json_response(load)
-
-    @property
-    def _num_slots(self) -> int:
-        """Sequences that the engine computes at a time, at least one."""
-        plan = self._model.engine.memory_plan
-        return 1 if plan is None else plan.max_num_seqs

@@ -118,7 +118,9 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
         int | None, hint("prefixes are shared in complete blocks, without shifting", passes=(0,))
     ] = None
     t_max_predict_ms: Annotated[int | None, refused("use n_predict", passes=(0, -1))] = None
-    id_slot: Annotated[int | None, hint("the scheduler chooses the slot", passes=(-1,))] = None
+    id_slot: Annotated[
+        int | None, effect("The slot that keeps the tokens, for `POST /slots/{id_slot}`.")
+    ] = None
     post_sampling_probs: Annotated[
         bool | None, refused("log probabilities are of the raw logits", passes=(False,))
     ] = None

@@ -181,6 +181,45 @@ class LlamaSlot(msgspec.Struct, frozen=True):
     is_processing: bool
 
 
+class SaveTimings(msgspec.Struct, frozen=True):
+    """How long a slot was saved."""
+
+    save_ms: float
+
+
+class SavedSlot(msgspec.Struct, frozen=True):
+    """A slot that was saved: tokens of full KV blocks, and the bytes of the file."""
+
+    id_slot: int
+    filename: str
+    n_saved: int
+    n_written: int
+    timings: SaveTimings
+
+
+class RestoreTimings(msgspec.Struct, frozen=True):
+    """How long a slot was restored."""
+
+    restore_ms: float
+
+
+class RestoredSlot(msgspec.Struct, frozen=True):
+    """A slot that was restored: tokens that are cached now, and the bytes of the file."""
+
+    id_slot: int
+    filename: str
+    n_restored: int
+    n_read: int
+    timings: RestoreTimings
+
+
+class ErasedSlot(msgspec.Struct, frozen=True):
+    """A slot that was forgotten, with so many tokens."""
+
+    id_slot: int
+    n_erased: int
+
+
 class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `/load`: vLLM's `server_load`, and the scheduler's counts."""
 

@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.core.explanation import ExplainedRequest, explain
+from quickstep.core.explanation import ExplainedRequest, FallbackAttempt, explain
 from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.errors import RequestError
 from quickstep.server.fields.decode import decode_values
@@ -155,16 +155,31 @@ class Debug:
             recent += [item for item in ended if item[0] >= since_s]
         return [record for _, record in sorted(recent, key=lambda item: item[0])]
 
+    def _fallbacks(self, wanted: str) -> tuple[FallbackAttempt, ...]:
+        """The steps of a request's fallback chain, by any of its ids."""
+        http_ids = [wanted, wanted.rpartition("-")[0]]
+        http_ids += [wanted.removeprefix(prefix) for prefix in _PREFIXES]
+        noted = map(self._models.server.fallbacks.attempts_of, http_ids)
+        return next((attempts for attempts in noted if attempts), ())
+
     async def request(self, request: Request) -> Response:
         """Explain a request. Raises RequestError 404 if it is unknown."""
         wanted: str = request.path_params["request_id"]
         num_logged = 0
+        found: list[ExplainedRequest] = []
+        fallbacks = self._fallbacks(wanted)
         lanes = self._models.server.lanes.of(caller_of(request))
         for model in self._models:
             answer = await _explanation(wanted, model, lanes)
             if answer.sequences:
-                return json_response(answer)
+                found.append(answer)
+                if not fallbacks:  # else it may have been at several models
+                    break
             num_logged += len(model.engine.step_log.sequences)
+        if found or fallbacks:
+            sequences = tuple(sequence for answer in found for sequence in answer.sequences)
+            num_more = sum(answer.num_more for answer in found)
+            return json_response(ExplainedRequest(wanted, sequences, num_more, fallbacks))
         raise RouteNotFound(
             f"request {wanted[:64]!r} is not in the log, which has the last {num_logged} "
             "sequences; its id is in the header x-request-id",

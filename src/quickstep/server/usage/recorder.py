@@ -1,8 +1,8 @@
 """Records the usage of every finished sequence: its cost, a row of the ledger, its key's limits.
 
 `UsageRecorder` follows the step log of one model's engine, which has every sequence, however it
-ended: aborted by its client, in a batch, or as an embedding. The app's lifespan opens and closes
-the ledger.
+ended: aborted by its client, in a batch, or as an embedding. An upstream's answer is a row, too.
+The app's lifespan opens and closes the ledger.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.server.usage.limits import KeyLimiter, Used
@@ -27,6 +29,24 @@ if TYPE_CHECKING:
 BATCHES = "/v1/batches"  # the endpoint of the lines of batches
 
 _NANO = 1e9
+
+
+class UpstreamAnswer(msgspec.Struct, frozen=True):
+    """What another server has generated for a request (`server.fallback`).
+
+    Attributes:
+        model: Its name there, by which it is priced.
+        finish_reason: The last one of its choices, as the other server says it, "" if it says none;
+            "error" if it has failed in its stream, "aborted" if the client has left.
+    """
+
+    request_id: str
+    key_name: str
+    model: str
+    endpoint: str
+    finish_reason: str = ""
+    usage: SequenceUsage = SequenceUsage()
+    costs: Cost = Cost()
 
 
 class UsageRecorder:
@@ -90,6 +110,36 @@ class UsageRecorder:
                 cost_by_device_nusd=costs.by_device_nusd,
             )
         )
+
+
+def record_upstream(
+    ledger: Ledger, answer: UpstreamAnswer, wall_clock: Callable[[], float] = time.time
+) -> None:
+    """Write a row of an answer of another server: it took none of this one's device seconds."""
+    from quickstep.server.usage.ledger import LedgerRow
+
+    usage = answer.usage
+    ledger.add(
+        LedgerRow(
+            request_id=answer.request_id,
+            sequence_index=0,
+            finished_ns=round(wall_clock() * _NANO),
+            key_name=answer.key_name,
+            model=answer.model,
+            adapter="",
+            endpoint=answer.endpoint,
+            finish_reason=answer.finish_reason,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            num_output_tokens=usage.num_output_tokens,
+            queue_ns=0,
+            prefill_ns=0,
+            decode_ns=0,
+            device_ns=0,
+            cost_by_tokens_nusd=answer.costs.by_tokens_nusd,
+            cost_by_device_nusd=0,
+        )
+    )
 
 
 def restore_limits(limiter: KeyLimiter, ledger: Ledger) -> None:
