@@ -47,8 +47,8 @@ def test_what_cannot_be_written_out_is_left_to_be_refused():
         {"not": {"multipleOf": 3}},
         {"not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}},
         {"dependencies": {"a": 1}},
-        {"propertyNames": {"pattern": r"\bab"}, "patternProperties": {"a": {}}},
-        {"if": {"pattern": r"\ba+"}, "then": {"minLength": 9}},
+        {"propertyNames": {"pattern": r"(\bab|c)"}, "patternProperties": {"a": {}}},
+        {"if": {"pattern": r"(\ba+|c)"}, "then": {"minLength": 9}},
         {"propertyNames": {"format": "email"}},
         {"contains": {"multipleOf": 2}, "maxContains": 1},
         {"allOf": [{"minLength": 1}], "unevaluatedProperties": False},
@@ -393,3 +393,11 @@ def test_what_is_no_schema_is_left_as_it_is():
     data = {"pattern": 7, "uniqueItems": False, "not": 3}
     schema = {"x-of-mine": data, "examples": [data], "properties": {"pattern": {"x": [data]}}}
     assert rewritten(schema) == schema
+
+
+@pytest.mark.parametrize("keyword", ["id", "$id"])
+@pytest.mark.parametrize("end", ["", "#"])
+def test_a_reference_by_the_schemas_own_name_is_to_its_root(keyword: str, end: str) -> None:
+    name = "https://example.com/tree"
+    schema = {keyword: f"{name}#", "items": {"$ref": f"{name}{end}"}}
+    assert for_llguidance(schema).schema["items"] == {"$ref": "#"}

@@ -180,6 +180,8 @@ class _Rewriting:
         self._derived: dict[str, str] = {}
         self._targets: dict[str, dict[str, Any]] = {}
         self._circles: dict[str, bool] = {}
+        names = (root.get("$id"), root.get("id"))
+        self._own_names = {name.rstrip("#") for name in names if isinstance(name, str)}
 
     def rewritten(self) -> RewrittenSchema:
         """The complete schema."""
@@ -289,6 +291,8 @@ class _Rewriting:
 
     def _reference(self, reference: str) -> str:
         """A reference, also to a place that is rewritten: such a target becomes a definition."""
+        if reference.rstrip("#") in self._own_names:
+            return "#"
         if reference == "#" or _DEFINITION.fullmatch(reference):
             return reference
         if not isinstance(self._logic.resolved(reference), dict):
