@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import astuple, fields, replace
+from msgspec.structs import astuple, replace
 
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, prompt_latency_s
 from quickstep.core.resources.block_pool import PoolStats
@@ -178,20 +178,21 @@ def added(structs: SequenceOf[_S]) -> _S:
     """The sums of all fields of structs of one class; names are listed once. A field that is None
     counts for nothing.
     """
-    first = structs[0]
+    if len(structs) == 1:
+        return structs[0]
     sums: dict[str, Any] = {}
-    for field in fields(first):
-        values = [getattr(struct, field.name) for struct in structs]
+    for name in structs[0].__struct_fields__:
+        values = [getattr(struct, name) for struct in structs]
         known = [value for value in values if value is not None]
         if not known:
-            sums[field.name] = None
+            sums[name] = None
         elif isinstance(known[0], msgspec.Struct):
-            sums[field.name] = added(known)
+            sums[name] = added(known)
         elif isinstance(known[0], tuple):
-            sums[field.name] = tuple(sorted({name for names in known for name in names}))
+            sums[name] = tuple(sorted({each for names in known for each in names}))
         else:
-            sums[field.name] = sum(known)
-    return type(first)(**sums)
+            sums[name] = sum(known)
+    return type(structs[0])(**sums)
 
 
 class StepCharges(msgspec.Struct, frozen=True):

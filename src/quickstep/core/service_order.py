@@ -15,6 +15,7 @@ The scheduler reports what happens to a sequence (`added`, `admitted`, `charged`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -28,6 +29,7 @@ _BATCH_LEVELS = 1000
 _NO_DEADLINE_S = 60.0
 # Idle tenants are remembered while they have received more than others, up to so many.
 _MAX_IDLE_TENANTS = 1024
+_SHARED_S = 10.0  # after requests of two tenants
 
 
 def level_of(request: Request) -> int:
@@ -91,6 +93,14 @@ class ServiceOrder:
     def over_share(self, running: Iterable[Sequence]) -> list[Sequence]:
         """The sequences of tenants that hold more than their part of the batch."""
         return []
+
+    def is_shared(self, now: float) -> bool:
+        """Whether several tenants have sent requests lately whom this order serves alike."""
+        return False
+
+    def is_crowding(self, request: Request) -> bool:
+        """Whether a request's tenant has at least its part of all requests."""
+        return True
 
     def added(self, sequence: Sequence) -> None:
         """A sequence was queued for the first time."""
@@ -204,6 +214,8 @@ class FairOrder(PriorityOrder):
         self._reserved_s: dict[str, float] = {}  # by sequence id
         self._floor_s = 0.0
         self._num_live = 0
+        self._last_tenant: str | None = None
+        self._shared_until_s = -math.inf
 
     takes_turns = True
 
@@ -256,6 +268,19 @@ class FairOrder(PriorityOrder):
             if (of := self._of(sequence)).num_running > even * of.weight
         ]
 
+    def is_shared(self, now: float) -> bool:
+        """Whether several tenants have sent requests in the last seconds."""
+        return now < self._shared_until_s
+
+    def is_crowding(self, request: Request) -> bool:
+        """Whether a request's tenant has at least its part of all requests, by weight; one alone is
+        taken to be one of two.
+        """
+        tenant = self._tenants[self.queue_of(request)]
+        live = [other for other in self._tenants.values() if other.num_live]
+        weight = max(sum([other.weight for other in live]), 2.0 * tenant.weight)
+        return tenant.num_live * weight >= self._num_live * tenant.weight
+
     def added(self, sequence: Sequence) -> None:
         """Count it; a tenant that was idle begins with what the others have received at least."""
         self.version += 1
@@ -269,6 +294,9 @@ class FairOrder(PriorityOrder):
             tenant = self._tenants[name] = _Tenant(weight, self._floor_s)
         elif not tenant.num_live:
             tenant.virtual_s = max(tenant.virtual_s, self._floor_s)
+        if self._last_tenant not in (None, name) or tenant.num_live < self._num_live:
+            self._shared_until_s = sequence.arrival_s + _SHARED_S
+        self._last_tenant = name
         tenant.weight = weight
         tenant.num_live += 1
         self._num_live += 1

@@ -23,6 +23,7 @@ from quickstep.core.step import StepDraft
 from quickstep.types import Phase
 
 _NO_POSITIONS = range(0)
+_SHARED_STRETCH = 2.0  # of a step's rows by those of tenants above their part
 _MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 
 
@@ -91,15 +92,17 @@ class StepBudget:
     def of_prompt(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
         """The tokens of a prompt from position `start` on.
 
-        All that are left in the step, unless prompts are scored: their tokens cost more than the
-        policy assumed for the phase. None for a prompt that must be complete and is longer.
+        All that are left in the step, unless prompts are scored (their tokens cost more than the
+        policy assumed for the phase) or of a tenant that has many. None for a prompt that must be
+        complete and is longer.
         """
         if self._complete_prompts and len(sequence.token_ids) - start > draft.num_tokens_left:
             return 0
         scored = sequence.scored_positions
-        if not scored and not draft.prefill_load.num_scored:
+        is_alike = not scored and not draft.prefill_load.num_scored
+        if is_alike and not self._is_crowding(sequence, now):
             return draft.num_tokens_left
-        view = self._view(draft, now, start, scored)
+        view = self._view(draft, now, start, scored, sequence)
         num_tokens = self._policy.tokens(Phase.PREFILL, view, self._cost_model)
         return min(num_tokens, draft.num_tokens_left)
 
@@ -126,6 +129,23 @@ class StepBudget:
             over_share = [sequence for sequence in sequences if sequence.sequence_id in names]
         first = [sequence for sequence in sequences if sequence.sequence_id not in names]
         return DecodeTurn(first, over_share, max_rows)
+
+    def _is_crowding(self, sequence: Sequence | None, now: float) -> bool:
+        """Whether the prompt of a sequence, or else the next one, is of a tenant that leaves others
+        too little.
+        """
+        if self._complete_prompts or not self._order.is_shared(now):  # the usual case
+            return False
+        if sequence is None:
+            head = self._waiting.head
+            prompts = [*self._batch.prefilling, *([] if head is None else [head])]
+            sequence = min(prompts, key=self._order.key, default=None)
+        return sequence is None or self._order.is_crowding(sequence.request)
+
+    def _has_row_of_few(self, draft: StepDraft) -> bool:
+        """Whether a decode row of the step is of a tenant with less than its part of requests."""
+        is_crowding = self._order.is_crowding
+        return any([not is_crowding(entry.sequence.request) for entry in draft.decode])
 
     # -- drafts -----------------------------------------------------------------------------------
 
@@ -193,7 +213,15 @@ class StepBudget:
         if not draft.decode_load.num_rows:
             return StepLoad()
         view = self._view(draft, now)
-        draft.limit_s = self._policy.step_limit_s(view, self._cost_model)
+        plain = StepLoad.total(
+            [StepLoad.of_span(entry.row.start, 1, num_logits_rows=1) for entry in draft.decode]
+        )
+        plain_s = self._cost_model.seconds(plain)
+        limit_s = self._policy.step_limit_s(replace(view, decode=plain), self._cost_model)
+        if self._order.is_shared(now):
+            limit_s = min(limit_s, _SHARED_STRETCH * plain_s)
+        # drafts delay nobody
+        draft.limit_s = limit_s + self._cost_model.seconds(draft.decode_load) - plain_s
         prompts = list(self._batch.prefilling)
         if self._waiting.head is not None:
             prompts.append(self._waiting.head)
@@ -219,6 +247,7 @@ class StepBudget:
         now: float,
         start: int | None = None,
         scored: range = _NO_POSITIONS,
+        sequence: Sequence | None = None,
     ) -> StepView:
         """The policy's view, for the prompt that continues at `start`; if None, for the first
         running prompt.
@@ -226,6 +255,9 @@ class StepBudget:
         head = self._waiting.head
         if start is None:
             start = self._batch.prefill_start or 0
+        limit_s, is_crowding = draft.limit_s, self._is_crowding(sequence, now)
+        if is_crowding and limit_s is None and self._has_row_of_few(draft):
+            limit_s = _SHARED_STRETCH * self._cost_model.seconds(draft.decode_load)
         return StepView(
             now=now,
             decode=draft.decode_load,
@@ -236,8 +268,9 @@ class StepBudget:
             num_waiting=self._waiting.num_served,
             oldest_arrival_s=head.arrival_s if head else None,
             scored=scored,
-            limit_s=draft.limit_s,
+            limit_s=limit_s,
             prefill_may_wait=draft.prefill_may_wait,
+            is_crowding=is_crowding,
         )
 
 

@@ -234,7 +234,7 @@ def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
 def _responses(
     models: ModelRegistry, metrics: ServerMetrics, store: ResponseStore
 ) -> list[ApiRoute]:
-    stored = StoredResponses(store, models.server.kept_streams)
+    stored = StoredResponses(store, models.server.kept_streams, models.server.lanes)
     one = "/v1/responses/{response_id}"
     return [
         ApiRoute(

@@ -489,3 +489,26 @@ def test_a_sequence_that_has_done_most_of_its_work_is_not_put_last() -> None:
     assert not sequence.rank[1], "it was put last"
     scheduler.expire(now + 0.5)
     assert sequence.rank[1], "now it cannot end in time"
+
+
+@pytest.mark.parametrize("num_outputs", [1, 64])
+def test_while_tenants_share_the_device_none_waits_for_long_steps(num_outputs: int) -> None:
+    """A flood of prompts, or of rows, delays each request of another tenant hardly more than
+    three times, but its first: until then the other one is alone.
+    """
+    light = [
+        Arrival(0.5 + 0.731 * number, request(f"b-{number}", 40, 4, tenant="b"))
+        for number in range(40)
+    ]
+    flood = [
+        Arrival(0.0, request(f"a-{number}", 60, num_outputs, tenant="a")) for number in range(1000)
+    ]
+
+    def slowest_s(arrivals: list[Arrival]) -> float:
+        outcome = run(PolicyName.FAIR, arrivals, max_num_seqs=16, max_num_batched_tokens=2048)
+        ended = [one.timings for one in outcome.endings if one.request_id.startswith("b-")]
+        assert len(ended) == len(light)
+        ended.sort(key=lambda timings: timings.arrival_s)
+        return max(timings.finished_s - timings.arrival_s for timings in ended[1:])
+
+    assert slowest_s([*flood, *light]) <= 3.5 * slowest_s(light)

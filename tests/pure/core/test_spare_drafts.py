@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.cost_model import LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
@@ -22,7 +22,19 @@ def all_accepted(plan: StepPlan) -> StepResult:
         else RowOutput()
         for row in plan.rows
     ]
-    return StepResult(plan.step_id, tuple(outputs), 0.01 + 2e-6 * plan.num_tokens)
+    return StepResult(plan.step_id, tuple(outputs), seconds_of(plan.num_tokens))
+
+
+def seconds_of(num_tokens: int) -> float:
+    return 0.01 + 2e-6 * num_tokens
+
+
+def calibrated() -> LinearCostModel:
+    """It knows the steps, as after the calibration of an engine's start."""
+    model = LinearCostModel()
+    for num_tokens in (1, 4, 16, 64, 256) * 8:
+        model.observe(StepLoad.of_span(0, num_tokens, num_logits_rows=1), seconds_of(num_tokens))
+    return model
 
 
 def waits(
@@ -32,7 +44,7 @@ def waits(
     and how many drafts were checked.
     """
     pool = KVBlockPool(4000, 16, prefix_caching=config.use_kv_cache)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
+    scheduler = Scheduler(config, pool, make_policy(config), calibrated())
     now, arrived, last = 0.0, dict[str, int](), dict[str, int]()
     first: dict[str, int] = {}
     longest: Counter[str] = Counter()

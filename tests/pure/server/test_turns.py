@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quickstep.server.http.turns import Turns
+from quickstep.server.http.turns import Places, Turns
 
 DEADLINE_S = 30.0
 
@@ -40,8 +40,8 @@ def order_of(clients: list[str], cancelled: tuple[int, ...] = ()) -> list[str]:
 @pytest.mark.parametrize(
     ("clients", "expected"),
     [
-        (["a"] * 4 + ["b"], ["a", "a", "b", "a", "a"]),
-        (["a", "b", "a", "b", "c"], ["a", "b", "a", "c", "b"]),
+        (["a"] * 4 + ["b"], ["a", "b", "a", "a", "a"]),
+        (["a", "b", "a", "b", "c"], ["a", "b", "c", "a", "b"]),
         (["a"] * 5, ["a"] * 5),
         (["a", "b"], ["a", "b"]),
     ],
@@ -65,3 +65,41 @@ def test_a_client_alone_waits_for_nothing() -> None:
 
     done = asyncio.run(run())
     assert all(done), done
+
+
+def test_clients_take_turns_at_a_place_and_who_leaves_gives_it_on() -> None:
+    order: list[str] = []
+
+    async def use(places: Places, client: str) -> None:
+        async with places.place(client):
+            order.append(client)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        places = Places()
+        async with asyncio.timeout(DEADLINE_S):
+            tasks = [asyncio.create_task(use(places, client)) for client in "aaaab"]
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await use(places, "c")
+
+    asyncio.run(run())
+    assert "".join(order) == "abaac"
+
+
+def test_a_place_that_comes_as_its_client_leaves_is_given_on() -> None:
+    async def run() -> None:
+        places, order = Places(), list[str]()
+        first, second = places.place("a"), places.place("b")
+        await first.__aenter__()
+        waiting = asyncio.ensure_future(second.__aenter__())
+        await asyncio.sleep(0)
+        await first.__aexit__(None, None, None)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(DEADLINE_S), places.place("c"):
+            order.append("c")
+        assert order == ["c"]
+
+    asyncio.run(run())

@@ -78,8 +78,8 @@ def test_short_json_is_parsed_at_once_and_long_json_in_a_thread() -> None:
     async def run() -> None:
         lanes = WorkLanes()
         here = threading.get_ident()
-        assert await lanes.parse(1000, threading.get_ident) == here
-        assert await lanes.parse(100_000, threading.get_ident) != here
+        assert await lanes.do(1000, threading.get_ident) == here
+        assert await lanes.do(100_000, threading.get_ident) != here
 
     asyncio.run(run())
 

@@ -289,6 +289,6 @@ def test_a_full_disk_turns_the_file_off_once(
 def test_a_server_without_the_option_writes_nothing(tmp_path: Path) -> None:
     store = ResponseStore()
     store.open()
-    assert store.flush()
+    assert asyncio.run(store.flush())
     store.close()
     assert not [*tmp_path.iterdir()]

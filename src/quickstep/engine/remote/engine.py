@@ -102,16 +102,18 @@ class _WorkerStats:
     def __init__(self) -> None:
         self._last: EngineStats | None = None
         self._past = Totals()
+        self._scheduler: SchedulerStats | None = None  # the last one, with the past
 
     def update(self, stats: EngineStats) -> None:
         """The worker sent its stats."""
-        self._last = stats
+        self._last, self._scheduler = stats, None
 
     def add_past(self) -> str:
         """The worker has ended, with all its blocks and queues. Returns why its engine failed."""
         last = self._required()
         self._past = added([self._past, last.scheduler.totals])
         blocks = last.scheduler.blocks
+        self._scheduler = None
         self._last = replace(
             last,
             failure="",
@@ -141,7 +143,9 @@ class _WorkerStats:
     ) -> EngineStats:
         """The current stats: the arguments, and the rest as the worker last sent it."""
         last = self._required()
-        totals = added([self._past, last.scheduler.totals])
+        if self._scheduler is None:
+            totals = added([self._past, last.scheduler.totals])
+            self._scheduler = replace(last.scheduler, totals=totals)
         return replace(
             last,
             state=state,
@@ -149,7 +153,7 @@ class _WorkerStats:
             now_s=now_s,
             busy_since_s=busy_since_s,
             num_requests=num_requests,
-            scheduler=replace(last.scheduler, totals=totals),
+            scheduler=self._scheduler,
             num_restarts=num_restarts,
             silent_s=silent_s,
         )

@@ -182,7 +182,7 @@ class CountTokens:
         def parse() -> Conversation:
             return _conversation(reader.decode(body, CountTokensRequest), model, reader, len(body))
 
-        conversation = await lanes.parse(len(body), parse)
+        conversation = await lanes.do(len(body), parse)
         report_ignored(request, reader.ignored)
         prompts = [conversation.prompt]
         (ids,) = await prompts_ids(model.engine, prompts, lanes, max_len=None)

@@ -87,7 +87,7 @@ class LocalBatches:
         """Create a batch."""
         body = body_of(request)
         reader = FieldReader(self._models.server.field_rules)
-        fields = await self._models.server.lanes.of(caller_of(request)).parse(
+        fields = await self._models.server.lanes.of(caller_of(request)).do(
             len(body), lambda: reader.decode(body, BatchRequest)
         )
         report_ignored(request, reader.ignored)

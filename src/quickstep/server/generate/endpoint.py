@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -62,10 +62,7 @@ from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import Delta, RequestClass
 from quickstep.types import Request as EngineRequest
 
-_Encoded = TypeVar("_Encoded")
-
-# Larger answers, in tokens with their alternatives, are written in a thread.
-_INLINE_TOKENS = 4096
+_ENCODED_BYTES = 16  # about, of a token or an alternative in a response
 _USUAL_OUTPUTS = 256  # of a request that declares no limit
 BYTES_PER_TOKEN = 4
 
@@ -154,7 +151,7 @@ class GeneratingRoute:
             model = await self._models.ready(chain.model, caller, self._optional_tag, wait_s)
         if self._has_sampling_fields and model.engine.has_queue:
             _check_admission(model, body, caller, received_s)
-        parsed = await model.server.lanes.of(caller).parse(
+        parsed = await model.server.lanes.of(caller).do(
             len(body), lambda: self._parse(body, model, caller, endpoint)
         )
         body_parsed(request)
@@ -228,7 +225,7 @@ class GeneratingRoute:
     ) -> Response:
         """The response of an upstream, to a request that this server would accept, too."""
         model = self._models.default
-        parsed = await model.server.lanes.of(caller).parse(
+        parsed = await model.server.lanes.of(caller).do(
             len(body), lambda: self._parse(body, model, caller, endpoint)
         )
         body_parsed(request)
@@ -285,7 +282,7 @@ class GeneratingRoute:
         Raises RequestError, EngineError.
         """
         model = await self._models.of_body(body, caller, self._optional_tag)
-        parsed = await model.server.lanes.of(caller).parse(
+        parsed = await model.server.lanes.of(caller).do(
             len(body), lambda: self._parse(body, model, caller, BATCHES, added_priority)
         )
         answer = await self._open(parsed, model, caller, len(body))
@@ -293,7 +290,8 @@ class GeneratingRoute:
             await _collect(answer)
         finally:
             await answer.close()
-        response = await _encode(answer, answer.writer.complete)
+        lanes = model.server.lanes.of(caller)
+        response = await lanes.do(_size_of(answer), answer.writer.complete)
         return LineResult(response, (*parsed.ignored, *answer.generation.loosened))
 
     def _parse(
@@ -381,7 +379,8 @@ class GeneratingRoute:
             await unless_disconnected(request.receive, _collect(answer))
         finally:
             await answer.close()
-        return await _encode(answer, lambda: json_response(answer.writer.complete()))
+        lanes = self._models.server.lanes.of(caller_of(request))
+        return await lanes.do(_size_of(answer), lambda: json_response(answer.writer.complete()))
 
 
 def _check_admission(model: ServedModel, body: bytes, caller: str, received_s: float) -> None:
@@ -429,11 +428,9 @@ def _expected_tokens(parsed: ParsedRequest, body_bytes: int) -> int:
     return body_bytes // BYTES_PER_TOKEN + num_outputs
 
 
-async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
-    """Encode a complete response, a large one in a thread."""
-    if answer.generation.size <= _INLINE_TOKENS:
-        return write()
-    return await asyncio.to_thread(write)
+def _size_of(answer: _Answer) -> int:
+    """About how many bytes a complete response has."""
+    return answer.generation.size * _ENCODED_BYTES
 
 
 async def _collect(answer: _Answer) -> None:

@@ -9,7 +9,6 @@ without details; its trace is logged once.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -23,8 +22,6 @@ from starlette.responses import Response
 from quickstep.errors import EngineError, RequestError
 
 _LOG = logging.getLogger("quickstep.server")
-# Larger answers, in numbers or characters, are encoded in a thread.
-_INLINE_SIZE = 16_384
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -351,13 +348,6 @@ def error_facts(error: Exception) -> ErrorFacts:
 def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
     """Status and body of any exception, in OpenAI's shape; logs those that the server caused."""
     return openai_shape(error_facts(error))
-
-
-async def encoded_response(content: msgspec.Struct, size: int) -> Response:
-    """A JSON response of about `size` numbers or characters; a large one is encoded in a thread."""
-    if size <= _INLINE_SIZE:
-        return json_response(content)
-    return await asyncio.to_thread(json_response, content)
 
 
 def json_response(

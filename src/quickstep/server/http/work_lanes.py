@@ -1,10 +1,10 @@
-"""Threads for work that grows with a client's input: parsing, rendering templates, tokenising.
+"""Threads for work that grows with a client's request: parsing, templates, tokenising, encoding.
 
 The event loop does only short work. The rest goes into lanes by its size, each with a few threads
 of its own and a bounded queue, so that many large inputs cannot occupy the threads that small ones
-need. In a lane the API keys take turns. Each has its share of the queue (`core.shares`); when that
-is used up, the newest input of the key that has most makes way for a key that has fewer, since work
-that waits can be refused later, too. What finds no room gets 503.
+need. In a lane the API keys take turns (`core.owner_turns`). Each has its share of the queue
+(`core.shares`); when that is used up, the newest input of the key that has most makes way for a key
+that has fewer, since work that waits can be refused later, too. What finds no room gets 503.
 
     up to 64 KiB      2 threads
     up to 1 MiB       2 threads
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from typing import Any, TypeVar
 
+from quickstep.core.owner_turns import OwnerTurns
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.server.http.errors import ServerBusy
 
@@ -28,6 +28,7 @@ _Result = TypeVar("_Result")
 _Work = tuple[Future[Any], Callable[[], Any]]
 # Shorter JSON is parsed on the event loop: a thread hop costs more.
 INLINE_BYTES = 64 * 1024
+BYTES_PER_NUMBER = 4  # a number to be encoded takes as long as so many bytes to be parsed
 
 
 async def done_in_thread(work: Callable[[], _Result]) -> _Result:
@@ -52,23 +53,25 @@ class _Lane:
         self._num_threads = num_threads
         self._shares = Shares(max_waiting)  # of what waits
         self._num_running = 0
-        self._waiting: dict[str, deque[_Work]] = {}  # by key, in the order of their turns
+        self._waiting = OwnerTurns[_Work]()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quickstep-input")
 
-    async def run(self, key: str, work: Callable[[], _Result]) -> _Result:
+    async def run(self, key: str, size: int, call: Callable[[], _Result]) -> _Result:
         future: Future[_Result] = Future()
+        work: _Work = (future, call)
         with self._lock:
             if self._num_running < self._num_threads:
-                self._start((future, work))
+                self._waiting.serve(key, size)
+                self._start(work)
             else:
                 self._take_place(key)
-                self._waiting.setdefault(key, deque()).append((future, work))
+                self._waiting.push(key, work, size)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             with self._lock:  # what runs counts until it has ended
-                self._drop(key, (future, work))
+                self._drop(key, work)
             raise
 
     def _start(self, work: _Work) -> None:
@@ -83,12 +86,10 @@ class _Lane:
                 future.set_exception(error)
         with self._lock:
             self._num_running -= 1
-            if (key := next(iter(self._waiting), None)) is not None:
-                queue = self._waiting.pop(key)
-                self._start(queue.popleft())
+            if self._waiting:
+                key, following = self._waiting.pop()
                 self._shares.give_back(key)
-                if queue:
-                    self._waiting[key] = queue  # after the others
+                self._start(following)
 
     def _take_place(self, key: str) -> None:
         """Raise ServerBusy if the share of a key is used up, unless another one makes way."""
@@ -99,18 +100,14 @@ class _Lane:
             if self._shares.held(largest) <= self._shares.held(key) + 1:
                 raise _busy(refusal) from None
             num_held, capacity = self._shares.held(largest), refusal.capacity
-            newest = self._waiting[largest][-1]
+            newest = self._waiting.waiting_of(largest)[-1]
             self._drop(largest, newest)
             self._shares.hold(key)
             newest[0].set_exception(_busy(NoRoom(largest, num_held, capacity)))
 
     def _drop(self, key: str, work: _Work) -> None:
-        queue = self._waiting.get(key, deque())
-        if work in queue:
-            queue.remove(work)
+        if self._waiting.drop(key, work):
             self._shares.give_back(key)
-            if not queue:
-                del self._waiting[key]
 
 
 def _busy(refusal: NoRoom) -> ServerBusy:
@@ -147,12 +144,12 @@ class WorkLanes:
             ServerBusy: Too many wait.
         """
         lane = next(lane for lane in self._lanes if lane.largest is None or size <= lane.largest)
-        return await lane.run(self._key, work)
+        return await lane.run(self._key, size, work)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """The same, but a cancellation waits for the end, so that files can be closed."""
         return await _finished(self.run(size, work))
 
-    async def parse(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """The same, but what is short is done immediately. Raises ServerBusy."""
+    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """The same, but short work is done immediately. Raises ServerBusy."""
         return work() if size <= INLINE_BYTES else await self.run(size, work)

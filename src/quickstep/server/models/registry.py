@@ -176,10 +176,10 @@ class ModelRegistry:
             EngineError: It could not be loaded.
         """
         lane = self.server.lanes.of(caller)
-        name = await lane.parse(len(body), lambda: _model_name(body))
+        name = await lane.do(len(body), lambda: _model_name(body))
         if self.residents is None:
             return self.find(name, optional_tag)
-        wait_s = await lane.parse(len(body), lambda: _timeout_s(body))
+        wait_s = await lane.do(len(body), lambda: _timeout_s(body))
         return await self.ready(name, caller, optional_tag, self.server.deadlines.of(wait_s))
 
 

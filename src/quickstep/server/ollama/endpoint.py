@@ -5,7 +5,6 @@ A stream is lines of JSON (NDJSON); the last one has `done: true`, token counts 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -32,6 +31,7 @@ from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import CLIENT_CLOSED, error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.work_lanes import BYTES_PER_NUMBER
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.ollama.keep_alive import keep_alive_s, kept_model
@@ -325,7 +325,7 @@ class OllamaEmbedding:
         """Return a vector for each input. Raises RequestError, EngineError."""
         started_s = self._clock()
         body, reader = self._body(request)
-        fields = await self._models.server.lanes.of(caller_of(request)).parse(
+        fields = await self._models.server.lanes.of(caller_of(request)).do(
             len(body), lambda: reader.decode(body, OllamaEmbedRequest)
         )
         inputs = [fields.input] if isinstance(fields.input, str) else fields.input
@@ -342,21 +342,21 @@ class OllamaEmbedding:
         if result is None:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
-        return await asyncio.to_thread(
-            json_response,
-            OllamaEmbedResponse(
-                model=fields.model,
-                embeddings=[_numbers(item.embedding) for item in result.data],
-                total_duration=round((self._clock() - started_s) * 1e9),
-                load_duration=0,
-                prompt_eval_count=result.usage.prompt_tokens,
-            ),
+        answer = OllamaEmbedResponse(
+            model=fields.model,
+            embeddings=[_numbers(item.embedding) for item in result.data],
+            total_duration=round((self._clock() - started_s) * 1e9),
+            load_duration=0,
+            prompt_eval_count=result.usage.prompt_tokens,
         )
+        num_bytes = sum(map(len, answer.embeddings)) * BYTES_PER_NUMBER
+        lanes = self._models.server.lanes.of(caller_of(request))
+        return await lanes.do(num_bytes, lambda: json_response(answer))
 
     async def embeddings(self, request: Request) -> Response:
         """Return the vector of one prompt. Raises RequestError, EngineError."""
         body, reader = self._body(request)
-        fields = await self._models.server.lanes.of(caller_of(request)).parse(
+        fields = await self._models.server.lanes.of(caller_of(request)).do(
             len(body), lambda: reader.decode(body, OllamaEmbeddingsRequest)
         )
         model = await self._models.ready(fields.model, caller_of(request), LATEST)

@@ -48,7 +48,7 @@ async def kept_model(request: Request, models: ModelRegistry) -> KeptModel | Non
     """
     body, caller, server = body_of(request), caller_of(request), models.server
     try:
-        fields = await server.lanes.of(caller).parse(len(body), lambda: _DECODER.decode(body))
+        fields = await server.lanes.of(caller).do(len(body), lambda: _DECODER.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # its parser says what is wrong
     if fields.keep_alive is None:

@@ -27,8 +27,9 @@ from quickstep.server.generate.prompt_runs import POOLED, PromptRun
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, bounded_ids
 from quickstep.server.generate.sampling import token_ids_of
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import CLIENT_CLOSED, encoded_response
+from quickstep.server.http.errors import CLIENT_CLOSED, json_response
 from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.work_lanes import BYTES_PER_NUMBER
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import EmbeddingRequest
@@ -55,7 +56,9 @@ class Embeddings:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
-        return await encoded_response(answer, sum(len(item.embedding) for item in answer.data))
+        num_bytes = sum([len(item.embedding) for item in answer.data]) * BYTES_PER_NUMBER
+        lanes = self._models.server.lanes.of(caller_of(request))
+        return await lanes.do(num_bytes, lambda: json_response(answer))
 
     async def answer_line(
         self, body: bytes, caller: str = "", added_priority: int = 0
@@ -128,7 +131,7 @@ async def _parsed(
         fields = reader.decode(body, EmbeddingRequest)
         return fields, _prompts(fields, model)
 
-    return await model.server.lanes.of(caller).parse(len(body), parse)
+    return await model.server.lanes.of(caller).do(len(body), parse)
 
 
 def _prompts(fields: EmbeddingRequest, model: ServedModel) -> list[TextPrompt | TokenPrompt]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -24,9 +24,11 @@ from quickstep.core.explanation import ExplainedRequest, explain
 from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.errors import RequestError
 from quickstep.server.fields.decode import decode_values
+from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.http.event_stream import NDJSON, EventStream
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.types import SequenceTimings, StepRecord
@@ -35,6 +37,7 @@ _MAX_LIVE = 1024  # live requests that are reported
 _MAX_EXPLAINED = 32  # sequences of one request; clients choose ids, which may repeat
 _MAX_QUEUED = 4096  # records that wait for a reader
 _LINES_PER_FRAME = 256
+_BYTES_PER_STEP = 1024  # reading a step's record takes as long as parsing so many bytes
 _PREFIXES = ("chatcmpl-", "cmpl-")  # of the ids of responses
 _ENCODE = msgspec.json.Encoder().encode
 
@@ -156,8 +159,9 @@ class Debug:
         """Explain a request. Raises RequestError 404 if it is unknown."""
         wanted: str = request.path_params["request_id"]
         num_logged = 0
+        lanes = self._models.server.lanes.of(caller_of(request))
         for model in self._models:
-            answer = await _explanation(wanted, model)
+            answer = await _explanation(wanted, model, lanes)
             if answer.sequences:
                 return json_response(answer)
             num_logged += len(model.engine.step_log.sequences)
@@ -180,19 +184,20 @@ async def _live(model: ServedModel) -> list[LiveSequence]:
     ]
 
 
-async def _explanation(wanted: str, model: ServedModel) -> ExplainedRequest:
+async def _explanation(wanted: str, model: ServedModel, lanes: WorkLanes) -> ExplainedRequest:
     """Where the time of a request to one model went; without sequences if that has no such one."""
     engine, log = model.engine, model.engine.step_log
     steps, sequences = log.steps, log.sequences
-    live_ids = [request_id for request_id in engine.request_ids if _is_of(request_id, wanted)]
+    live_ids = list(filter(_matcher(wanted), engine.request_ids))
     reports = await asyncio.gather(*map(engine.live_timings, live_ids[:_MAX_EXPLAINED]))
     found = [
         _Timed(live_id, index, timings, is_finished=False)
         for live_id, of_request in zip(live_ids, reports, strict=False)
         for index, timings in of_request.items()
     ]
-    # in a thread: the log is long, and one request may have many sequences
-    return await asyncio.to_thread(_explained, wanted, found, sequences, steps)
+    # the log is long, and one request may have many sequences
+    size = len(steps) * _BYTES_PER_STEP
+    return await lanes.run(size, lambda: _explained(wanted, found, sequences, steps))
 
 
 class _Timed(msgspec.Struct, frozen=True):
@@ -211,10 +216,11 @@ def _explained(
     steps: Sequence[StepRecord],
 ) -> ExplainedRequest:
     """The sequences that took longest, in the order of their ids."""
+    is_meant = _matcher(wanted)
     found = [
         _Timed(record.request_id, record.index, record.timings)
         for record in ended
-        if _is_of(record.request_id, wanted)
+        if is_meant(record.request_id)
     ]
     found += live
     found.sort(key=lambda timed: timed.timings.arrival_s - timed.timings.finished_s)
@@ -236,10 +242,12 @@ def _explained(
     return ExplainedRequest(wanted, explained, len(found) - len(explained))
 
 
-def _is_of(engine_id: str, wanted: str) -> bool:
-    """Whether `wanted` is the engine's id of a request, or that of its HTTP request."""
-    http_id = engine_id.rpartition("-")[0]
-    return wanted in (engine_id, http_id, *(f"{prefix}{http_id}" for prefix in _PREFIXES))
+def _matcher(wanted: str) -> Callable[[str], bool]:
+    """Whether an engine's id of a request is the one that a client wants, who knows it or the id of
+    its HTTP request.
+    """
+    http_ids = {wanted, *(wanted.removeprefix(prefix) for prefix in _PREFIXES)}
+    return lambda engine_id: engine_id == wanted or engine_id.rpartition("-")[0] in http_ids
 
 
 async def _frames(lines: list[Line], follower: _RecordQueue | None) -> AsyncGenerator[bytes, None]:

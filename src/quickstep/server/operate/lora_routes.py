@@ -16,9 +16,11 @@ from quickstep.config import adapter_name_problem
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_classes import effect
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.body import body_of
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.turns import Places
 from quickstep.server.models.registry import ModelRegistry
 
 
@@ -47,6 +49,7 @@ def lora_routes(models: ModelRegistry) -> list[ApiRoute]:
     """The routes, all of which need an admin key."""
     rules = models.server.field_rules
     loading: Counter[str] = Counter()  # how many loads of a name are under way
+    places = Places()
 
     async def load(request: Request) -> Response:
         reader = FieldReader(rules)
@@ -64,7 +67,8 @@ def lora_routes(models: ModelRegistry) -> list[ApiRoute]:
             )
         loading[name] += 1
         try:
-            await model.engine.load_adapter(name, fields.lora_path, is_from_client=True)
+            async with places.place(caller_of(request)):
+                await model.engine.load_adapter(name, fields.lora_path, is_from_client=True)
         finally:
             loading[name] -= 1
             if not loading[name]:

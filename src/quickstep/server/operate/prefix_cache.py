@@ -6,8 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.turns import Places
 from quickstep.server.models.registry import ModelRegistry
 
 
@@ -19,9 +21,11 @@ class PrefixCacheReset(msgspec.Struct, frozen=True):
 
 def prefix_cache_routes(models: ModelRegistry) -> list[ApiRoute]:
     """The routes, all of which need an admin key."""
+    places = Places()
 
-    async def reset(_: Request) -> Response:
-        num_blocks = [await model.engine.reset_prefix_cache() for model in models]
+    async def reset(request: Request) -> Response:
+        async with places.place(caller_of(request)):
+            num_blocks = [await model.engine.reset_prefix_cache() for model in models]
         return json_response(PrefixCacheReset(sum(num_blocks)))
 
     return [

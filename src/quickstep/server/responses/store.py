@@ -25,6 +25,7 @@ from quickstep.server.fields.decode import decode_values
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.generation import BackgroundWriter
 from quickstep.server.http.errors import RouteNotFound, json_response
+from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.kept_streams.kept_request import RESPONSE_NAME, followed, offset_of
 from quickstep.server.kept_streams.kept_stream import KeptStream, KeptStreams
 from quickstep.server.options import (
@@ -137,9 +138,9 @@ class ResponseStore:
         if self._file is not None:
             self._file.close()
 
-    def flush(self) -> bool:
+    async def flush(self) -> bool:
         """Wait until the file has all changes so far; False if it cannot be written."""
-        return self._file is None or self._file.flush()
+        return self._file is None or await asyncio.to_thread(self._file.flush)
 
     def begin(self, caller: str, stored: StoredResponse) -> None:
         """A response begins that its client will look for: if the server ends before it, the next
@@ -175,6 +176,12 @@ class ResponseStore:
                 return None
             self._stored.move_to_end(key)
             return entry.stored
+
+    def num_bytes_of(self, caller: str, response_id: str) -> int:
+        """The bytes of a stored response as JSON, with its input; 0 if there is none."""
+        with self._lock:
+            entry = self._stored.get((caller, response_id))
+            return 0 if entry is None else entry.num_bytes
 
     def item(self, caller: str, item_id: str) -> dict[str, Any] | None:
         """An item of the caller's responses or of their input, as JSON has it."""
@@ -249,9 +256,10 @@ class StoredResponses:
     RequestError 404 for an unknown id.
     """
 
-    def __init__(self, store: ResponseStore, streams: KeptStreams) -> None:
+    def __init__(self, store: ResponseStore, streams: KeptStreams, lanes: WorkLanes) -> None:
         self._store = store
         self._streams = streams
+        self._lanes = lanes
 
     async def retrieve(self, request: Request) -> Response:
         """Return a finished response, or the present state or the events of a running one."""
@@ -260,8 +268,7 @@ class StoredResponses:
             return await self._events(request, query)
         if query.starting_after is not None:
             raise RequestError("starting_after needs stream=true", param="starting_after")
-        # large responses are encoded in a thread
-        return await asyncio.to_thread(json_response, self._response(request))
+        return await self._encoded(request, self._response(request))
 
     async def cancel(self, request: Request) -> Response:
         """End a response in the background; one that has ended stays as it is."""
@@ -275,7 +282,7 @@ class StoredResponses:
                 "background: true can be cancelled",
                 param="response_id",
             )
-        return await asyncio.to_thread(json_response, response)
+        return await self._encoded(request, response)
 
     async def delete(self, request: Request) -> Response:
         """Delete a response; a running one is cancelled."""
@@ -285,7 +292,7 @@ class StoredResponses:
             self._streams.forget(stream)
         stored = self._stored(request)
         self._store.delete(caller_of(request), stored.response.id)
-        if not await asyncio.to_thread(self._store.flush):
+        if not await self._store.flush():
             raise RequestError(
                 "the response is deleted from memory, but its file cannot be written; delete it "
                 "again after the next start",
@@ -333,9 +340,13 @@ class StoredResponses:
             last_id=page[-1].id if page else None,
             has_more=start + query.limit < len(items),
         )
-        return await asyncio.to_thread(
-            json_response, listed
-        )  # large requests are encoded in a thread
+        return await self._encoded(request, listed)
+
+    async def _encoded(self, request: Request, content: msgspec.Struct) -> Response:
+        """The JSON of a response or of its input; of a large one in a lane."""
+        caller, response_id = caller_of(request), request.path_params["response_id"]
+        size = self._store.num_bytes_of(caller, response_id)
+        return await self._lanes.of(caller).do(size, lambda: json_response(content))
 
     def _stored(self, request: Request) -> StoredResponse:
         response_id: str = request.path_params["response_id"]

@@ -35,8 +35,9 @@ from quickstep.server.generate.endpoint import BYTES_PER_TOKEN, caller_of
 from quickstep.server.generate.prompt_runs import POOLED, PromptRun
 from quickstep.server.generate.prompts import TextPrompt, bounded_ids
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import CLIENT_CLOSED, encoded_response
+from quickstep.server.http.errors import CLIENT_CLOSED, json_response
 from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.work_lanes import BYTES_PER_NUMBER
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import EmbeddingUsage
@@ -107,7 +108,8 @@ class Scores:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
-        return await encoded_response(answer, size)
+        lanes = self._models.server.lanes.of(caller_of(request))
+        return await lanes.do(size * BYTES_PER_NUMBER, lambda: json_response(answer))
 
     async def _fields(
         self, request: HttpRequest, body: bytes, reader: FieldReader, body_type: type[_Fields]
@@ -115,7 +117,7 @@ class Scores:
         """The model that answers, and the fields of the body. Raises RequestError."""
         caller = caller_of(request)
         model = await self._models.of_body(body, caller)
-        fields = await model.server.lanes.of(caller).parse(
+        fields = await model.server.lanes.of(caller).do(
             len(body), lambda: reader.decode(body, body_type)
         )
         return model, fields
@@ -225,7 +227,7 @@ class Scores:
             pairs.document_field,
         )
         size = sum(len(delta.embedding or ()) for delta in answers.deltas)
-        scores = await run.lanes.parse(size, lambda: pair_scores(retrieval, answers.deltas, pairs))
+        scores = await run.lanes.do(size, lambda: pair_scores(retrieval, answers.deltas, pairs))
         generates = retrieval.scoring is Scoring.TOKENS
         return _Scored(scores, answers.num_tokens, len(answers.prompts) if generates else 0)
 
