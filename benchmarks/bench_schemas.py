@@ -10,8 +10,8 @@ schema are reached. Each instance of `tests` is followed through the grammar: va
 accepted, others refused. Needs `jsonschema`, which checks the outputs (keywords, not formats).
 
 Files that no server could enforce are left out and counted: those that are no schema of their
-draft, those that refer to other documents, and those that refer to places that they do not have,
-which JSON Schema forbids.
+draft, those that refer to other documents, and those that refer to places where they have no
+schema, which JSON Schema leaves undefined.
 
 Times are CPU time of the thread. `compile` is a complete compilation in this process, without its
 trial. `token` is the cost per token and sequence in addition to sampling: mask, distance to the
@@ -273,8 +273,8 @@ def _why_unusable(schema: Any) -> str:
         base = str(value.get("$ref", "")).partition("#")[0]
         if isinstance(value.get("$ref"), str) and base and base not in own:
             return "refers to other documents"
-    if not all(_has_place(resource, reference) for resource, reference in _pointers(schema)):
-        return "refers to a place that it does not have"
+    if not all(_has_schema(resource, reference) for resource, reference in _pointers(schema)):
+        return "refers to a place without a schema"
     return ""
 
 
@@ -297,8 +297,8 @@ def _pointers(schema: Any) -> Iterator[tuple[Any, str]]:
             pending += [(inner, resource) for inner in value]
 
 
-def _has_place(schema: Any, reference: str) -> bool:
-    """Whether a pointer leads anywhere."""
+def _has_schema(schema: Any, reference: str) -> bool:
+    """Whether a pointer leads to a schema."""
     for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict) and key in schema:
@@ -307,7 +307,7 @@ def _has_place(schema: Any, reference: str) -> bool:
             schema = schema[int(key)]
         else:
             return False
-    return True
+    return isinstance(schema, dict | bool)
 
 
 _IDS = ("$id", "id")
