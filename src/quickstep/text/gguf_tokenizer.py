@@ -9,6 +9,7 @@ split is refused by name, because it would split text differently from its train
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -220,16 +221,34 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     """All pairs of pieces that make a piece: the best piece first, then the longest halves (as
     transformers converts such vocabularies).
     """
-    found = []
-    for piece, token_id in vocabulary.items():
-        for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
-            if left in vocabulary and right in vocabulary:
-                lengths = (-len(left), -len(right))
-                rank = (-scores[token_id], *lengths, token_id, vocabulary[left])
-                found.append((rank, left, right))
-    found.sort()
-    return [(left, right) for _, left, right in found]
+    found: list[tuple[str, str]] = []
+    distinct: list[str] = []  # pieces whose order their scores decide, as those of most do
+    best_first = sorted(vocabulary, key=lambda piece: -scores[vocabulary[piece]])
+    for _, same in itertools.groupby(best_first, lambda piece: scores[vocabulary[piece]]):
+        pieces = list(same)
+        if len(pieces) == 1:
+            distinct += pieces
+            continue
+        found += _halves(distinct, vocabulary)
+        distinct = []
+        equal = _halves(pieces, vocabulary)
+        found += sorted(equal, key=lambda pair: _rank_of_equals(pair, vocabulary))
+    return found + _halves(distinct, vocabulary)
+
+
+def _halves(pieces: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Of each piece the pairs that make it, those with the longest first half first."""
+    return [
+        (left, right)
+        for piece in pieces
+        for at in range(len(piece) - 1, 0, -1)
+        if (left := piece[:at]) in vocabulary and (right := piece[at:]) in vocabulary
+    ]
+
+
+def _rank_of_equals(pair: tuple[str, str], vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    left, right = pair
+    return (-len(left), -len(right), vocabulary[left + right], vocabulary[left])
 
 
 def _kinds(values: Mapping[str, object], count: int) -> Sequence[int]:

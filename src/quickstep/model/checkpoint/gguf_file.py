@@ -242,9 +242,22 @@ class _Header:
         if inner != _STRING:
             raise ValueError(f"metadata holds a list of the unsupported type {inner}")
         if self._with_texts:
-            return tuple(self._text() for _ in range(count))
+            return self._texts(count)
         self._skip(count)
         return None
+
+    def _texts(self, count: int) -> tuple[str, ...]:
+        """`count` texts, as `_text` reads one."""
+        at, content, length = self._at, self._content, struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length(content, at)[0]
+            found.append(content[start:at].decode("utf-8", "replace"))
+        if at > len(content):
+            raise ValueError(f"it has {len(content)} bytes, a text ends at {at}")
+        self._at = at
+        return tuple(found)
 
     def _skip(self, count: int) -> None:
         """Past `count` texts; a vocabulary has hundreds of thousands."""
