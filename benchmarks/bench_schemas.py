@@ -42,6 +42,7 @@ from quickstep.errors import RequestError
 from quickstep.runtime.sampling.grammar import grammar_start
 from quickstep.text.grammar.grammars import CompiledGrammar, GrammarCompiler
 from quickstep.text.grammar.json_schema import with_known_draft
+from quickstep.text.grammar.trial import TrialLimits
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission, Grammar, SamplingParams
 
@@ -132,7 +133,8 @@ class Measurement:
         self._options = options
         self._vocab = options.vocab
         self._tokenizer: Any = WideTokenizer(Tokenizer.open(_DEMO), self._vocab)
-        self._compiler = GrammarCompiler(self._tokenizer, self._vocab)
+        waits = TrialLimits(wall_s=600.0)  # of processor time there are 2 s, as in a server
+        self._compiler = GrammarCompiler(self._tokenizer, self._vocab, trial_limits=waits)
         self._compiler.compile(Grammar.of_json_object())  # the first compilation loads libraries
 
     def collection(self, files: Sequence[Path]) -> Outcome:
