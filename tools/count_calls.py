@@ -19,6 +19,7 @@ the bound.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import subprocess
@@ -179,12 +180,13 @@ def counted(folder: Path) -> Counts:
     first, of_five = calls_of_step(1), calls_of_step(5)
     token, per_row = asyncio.run(num_calls(folder / "engine.txt"))
     return Counts(
-        round(first, 1),
-        round((of_five - first) / 4, 1),
-        round(token, 1),
-        round(per_row, 1),
+        *map(_rounded_up, (first, (of_five - first) / 4, token, per_row)),
         native_instructions(folder),
     )
+
+
+def _rounded_up(count: float) -> float:
+    return math.ceil(10 * count - 1e-6) / 10
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ Pure functions and plain data; `core.scheduler` owns the totals.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -375,17 +374,18 @@ class Accounts:
 
     Attributes:
         totals: The counts.
-        since_s: When the first step was planned, then the last commit.
+        has_begun: Whether a step was planned; the wall time begins with the first.
+        since_s: When that was, then when the last step was committed.
     """
 
     def __init__(self) -> None:
         self.totals = Totals()
-        self.since_s = math.nan
+        self.since_s = 0.0
+        self.has_begun = False
 
-    def step_planned(self, now: float) -> None:
-        """The wall time begins with the first plan."""
-        if math.isnan(self.since_s):
-            self.since_s = now
+    def begin(self, now: float) -> None:
+        """The first step is planned."""
+        self.has_begun, self.since_s = True, now
 
     def step_committed(
         self,

@@ -312,6 +312,10 @@ class RunningBatch:
         """Iterate over a snapshot, best rank first, so that the loop may preempt sequences."""
         return iter(tuple(self._running))
 
+    def ranked(self) -> list[Sequence]:
+        """A list of them, best rank first."""
+        return self._running.copy()
+
     @property
     def num_active(self) -> int:
         """How many are not paused; they are first."""

@@ -270,17 +270,21 @@ class Scheduler:
         draft.may_request_drafts = self._drafts.may_request
         if self._waiting.num:
             self._preempt_for_waiting(draft, now)
-        for phase in self._policy.phases:
-            if (budget := self._budget.of_phase(phase, draft, now)) > 0:
-                self._place_rows[phase](draft, budget, now)
+        if self._waiting.num or self._batch.prompts:
+            for phase in self._policy.phases:
+                if (budget := self._budget.of_phase(phase, draft, now)) > 0:
+                    self._place_rows[phase](draft, budget, now)
+        else:
+            self._place_rows[Phase.DECODE](draft, draft.num_tokens_left, now)
         if not (draft.decode or draft.prefill or draft.grouped_load.num_rows):
             return None
         draft.num_preemptions = self._totals.num_preemptions - num_preemptions
-        released = self._slots.take_released()
+        released = self._slots.take_released() if self._slots.released else ()
         step = draft.issue(self._in_flight.next_id, released, now, self._cost_model, self._drafts)
         self._in_flight.next_id += 1
         self._in_flight.append(step)
-        self._accounts.step_planned(now)
+        if not self._accounts.has_begun:
+            self._accounts.begin(now)
         return step.plan
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:

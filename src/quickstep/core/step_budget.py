@@ -118,7 +118,7 @@ class StepBudget:
         """The running sequences that may decode in the next step: all, or where stages compute as
         many steps at the same time, the turn of this one.
         """
-        sequences, max_rows = list(self._batch), self._max_rows
+        sequences, max_rows = self._batch.ranked(), self._max_rows
         over_share = self._order.over_share(sequences) if self._order.takes_turns else []
         if self._num_stages > 1:
             sequences, max_rows = turn_of_stage(sequences, self._num_stages)

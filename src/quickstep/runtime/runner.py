@@ -454,7 +454,7 @@ class ModelRunner:
             drafts = self._drafting.propose(rows, resident, hidden, every_token)
             for row in emitting:
                 outputs[row.index] = _output_with_tokens(row, outputs[row.index], drafts)
-        return tuple(outputs), _failures(slots)
+        return tuple(outputs), _failures(slots) if any([slot.failure for slot in slots]) else ()
 
     def _move_accepted(self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]) -> None:
         """Move the KV of drafts that a tree had elsewhere to the slots of their positions."""

@@ -84,12 +84,16 @@ class Resource:
 
 
 class Slots(Resource):
-    """The slots of the executor: the number of sequences that run at once."""
+    """The slots of the executor: the number of sequences that run at once.
+
+    Attributes:
+        released: Those that were freed since the last plan; read only.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._free = deque(range(num_slots))
-        self._released: list[int] = []
+        self.released: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -111,13 +115,13 @@ class Slots(Resource):
     def release(self, sequence: Sequence) -> None:
         """Free it; the executor learns of it with the next step."""
         slot = sequence.residency.slot
-        self._released.append(slot)
+        self.released.append(slot)
         self._free.append(slot)
 
     def take_released(self) -> tuple[int, ...]:
         """The slots that were freed since the last call."""
-        released = tuple(self._released)
-        self._released.clear()
+        released = tuple(self.released)
+        self.released.clear()
         return released
 
     def check(self, running: Iterable[Sequence]) -> None:

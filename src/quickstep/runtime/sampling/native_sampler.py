@@ -21,7 +21,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.library import SampleCall
 from quickstep.ops.native.steps import RowSampler
-from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
+from quickstep.ops.tensors import AnyTensor, HostTensor, to_numpy, to_torch
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import logprobs_of_scores, other_token_ids, token_logprobs
 from quickstep.runtime.sampling.noise import row_keys
@@ -103,12 +103,13 @@ class NativeSampler:
         """`runtime.sampling.sampler.sample`, for contiguous rows on a CPU."""
         if rows is None:
             for state in states:
-                if not state.is_plain_argmax:
+                if not (state.may_be_argmax and state.is_plain_argmax):
                     break
             else:
                 return self._argmax(logits)
         self._argmax_of = None
-        calls, matrix = self._rows.calls(len(states)), to_numpy(logits)
+        calls = self._rows.calls(len(states))
+        matrix = logits.numpy() if isinstance(logits, HostTensor) else to_numpy(logits)
         started: list[Sample | SampleFailure | _PendingCall] = []
         num_calls = 0
         for index, state in zip(rows or range(len(states)), states, strict=True):

@@ -33,7 +33,12 @@ from quickstep.types import Admission, SamplingParams
 
 
 class SamplingState:
-    """Adjusts a row's logits before temperature, and counts what was emitted."""
+    """Adjusts a row's logits before temperature, and counts what was emitted.
+
+    Attributes:
+        may_be_argmax: Whether the next token is the argmax of the raw logits, with no
+            log-probabilities, unless end tokens are still banned.
+    """
 
     def __init__(
         self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None = None
@@ -82,7 +87,8 @@ class SamplingState:
         )
         # end tokens are banned below so many outputs
         self._end_ban = sampling.min_tokens if self._end_ids.size else 0
-        self._is_argmax = sampling.temperature == 0.0 and sampling.logprobs is None
+        is_greedy = sampling.temperature == 0.0 and sampling.logprobs is None
+        self.may_be_argmax = is_greedy and not self._always_adjusts
 
     @property
     def is_expensive(self) -> bool:
@@ -117,12 +123,12 @@ class SamplingState:
     def is_plain_argmax(self) -> bool:
         """Whether the next token is the argmax of the raw logits, with no log-probabilities."""
         is_past_ban = self.num_outputs >= self._end_ban
-        return self._is_argmax and not self._always_adjusts and is_past_ban
+        return self.may_be_argmax and is_past_ban
 
     def is_plain_argmax_after(self, num_outputs: int) -> bool:
         """Whether that holds for the token after this many more outputs."""
         is_past_ban = self.num_outputs + num_outputs >= self._end_ban
-        return self._is_argmax and not self._always_adjusts and is_past_ban
+        return self.may_be_argmax and is_past_ban
 
     def has_fixed_record_after(self, num_outputs: int) -> bool:
         """Whether numbers and the counts of penalties say all about how the token after this many
