@@ -21,8 +21,6 @@ import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import read_json
-from quickstep.model.checkpoint.gguf_names import is_gguf
-from quickstep.model.checkpoint.gguf_spec import gguf_pooling
 from quickstep.types import Pooling
 
 _POOLINGS = {
@@ -87,12 +85,7 @@ def read_retrieval(
         ConfigError: A file cannot be read.
     """
     modules = dict(_modules(path))
-    card: Mapping[str, object]
-    if is_gguf(path):
-        mode = gguf_pooling(path)
-        card = {} if mode is None else {"pooling_mode": mode}
-    else:
-        card = read_json(path / modules.get("Pooling", "1_Pooling") / "config.json")
+    card = read_json(path / modules.get("Pooling", "1_Pooling") / "config.json")
     settings = read_json(path / "config_sentence_transformers.json")
     prompts = {
         name: text for name, text in _mapping(settings, "prompts").items() if isinstance(text, str)

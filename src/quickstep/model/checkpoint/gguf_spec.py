@@ -64,7 +64,7 @@ _TABLES: Mapping[str, str] = MappingProxyType(
         "token_types": "type_vocab_size",
     }
 )
-_POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "lasttoken"})
+_POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 _RANK = 4  # a pooling_type: the head of a reranker
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_.]+)")
 _EXPERT = "{}"
