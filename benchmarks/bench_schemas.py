@@ -10,7 +10,8 @@ schema are reached. Each instance of `tests` is followed through the grammar: va
 accepted, others refused. Needs `jsonschema`, which checks the outputs (keywords, not formats).
 
 Files that no server could enforce are left out and counted: those that are no schema of their
-draft, and those that refer to other documents.
+draft, those that refer to other documents, and those that refer to places where they have no
+schema, which JSON Schema leaves undefined.
 
 Times are CPU time of the thread. `compile` is a complete compilation in this process, without its
 trial. `token` is the cost per token and sequence in addition to sampling: mask, distance to the
@@ -31,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -40,6 +42,7 @@ from quickstep.errors import RequestError
 from quickstep.runtime.sampling.grammar import grammar_start
 from quickstep.text.grammar.grammars import CompiledGrammar, GrammarCompiler
 from quickstep.text.grammar.json_schema import with_known_draft
+from quickstep.text.grammar.trial import TrialLimits
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission, Grammar, SamplingParams
 
@@ -130,7 +133,8 @@ class Measurement:
         self._options = options
         self._vocab = options.vocab
         self._tokenizer: Any = WideTokenizer(Tokenizer.open(_DEMO), self._vocab)
-        self._compiler = GrammarCompiler(self._tokenizer, self._vocab)
+        waits = TrialLimits(wall_s=600.0)  # of processor time there are 2 s, as in a server
+        self._compiler = GrammarCompiler(self._tokenizer, self._vocab, trial_limits=waits)
         self._compiler.compile(Grammar.of_json_object())  # the first compilation loads libraries
 
     def collection(self, files: Sequence[Path]) -> Outcome:
@@ -271,7 +275,41 @@ def _why_unusable(schema: Any) -> str:
         base = str(value.get("$ref", "")).partition("#")[0]
         if isinstance(value.get("$ref"), str) and base and base not in own:
             return "refers to other documents"
+    if not all(_has_schema(resource, reference) for resource, reference in _pointers(schema)):
+        return "refers to a place without a schema"
     return ""
+
+
+def _pointers(schema: Any) -> Iterator[tuple[Any, str]]:
+    """Every `$ref` to a place, and the schema with a name around it, from which it counts."""
+    is_old = re.search(r"draft-0[34]", str(schema.get("$schema"))) is not None
+    keyword = "id" if is_old else "$id"
+    pending = [(schema, schema)]
+    while pending:
+        value, resource = pending.pop()
+        if isinstance(value, dict):
+            name = value.get(keyword)
+            if isinstance(name, str) and not name.startswith("#"):
+                resource = value
+            reference = value.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#/"):
+                yield resource, reference
+            pending += [(inner, resource) for inner in value.values()]
+        elif isinstance(value, list):
+            pending += [(inner, resource) for inner in value]
+
+
+def _has_schema(schema: Any, reference: str) -> bool:
+    """Whether a pointer leads to a schema."""
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return False
+    return isinstance(schema, dict | bool)
 
 
 _IDS = ("$id", "id")

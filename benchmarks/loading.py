@@ -7,6 +7,9 @@ milliseconds per token of one stream, and the memory that belongs to no file. Th
 outputs differ.
 
     --quantization int8 int4 --repeats 5
+
+With `--peer llama.cpp`, for GGUF files: the seconds from the start of a process to its first token,
+in turns with llama.cpp, as `benchmarks.real` sets it up. Quickstep's include tokenizing.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -24,6 +28,11 @@ from statistics import median
 import msgspec
 
 from benchmarks.machine import describe_machine
+from benchmarks.peers.environments import Environment, prepare
+from benchmarks.real.llama_cpp import LlamaCpp
+from quickstep.config import LoadConfig
+from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.text.tokenizer import Tokenizer
 
 _START = """
 import json, sys, threading, time
@@ -55,6 +64,16 @@ print(json.dumps({
 """
 
 
+_FIRST_TOKEN = """
+import sys
+from quickstep import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_model_len=1024)
+llm.generate(sys.argv[2], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+print("done", flush=True)
+"""
+_PROMPT = "The capital of France is"
+
+
 class Start(msgspec.Struct, frozen=True):
     """What one start took; `anonymous` are bytes."""
 
@@ -71,8 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer", choices=["llama.cpp"])
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quickstep-peers")
     args = parser.parse_args(argv)
     print(describe_machine())
+    if args.peer is not None:
+        _compare_with_llama_cpp(args.models, args.repeats, prepare("llama_cpp", args.cache))
+        return 0
     print(f"medians of {args.repeats} starts in turn (least to most)")
     print("| model | start | loaded, s | first token, s | ms per token | memory of no file, MB |")
     print("|---|---|--:|--:|--:|--:|")
@@ -104,6 +128,42 @@ def _compare(model: str, quantization: str | None, repeats: int) -> bool:
         print(f"| {name} | {kind} | {' | '.join(seconds)} | {megabytes:.0f} |", flush=True)
     outputs = {start.token_ids for starts in found.values() for start in starts}
     return len(outputs) == 1
+
+
+def _compare_with_llama_cpp(models: Sequence[str], repeats: int, environment: Environment) -> None:
+    print(f"medians of {repeats} starts in turn (least to most)")
+    print("| model | Quickstep, s | with packed weights, s | llama.cpp, s |")
+    print("|---|--:|--:|--:|")
+    for model in models:
+        file = find_checkpoint(LoadConfig(model=model)).path
+        prompt = Tokenizer.open(file).encode(_PROMPT)
+        ours = [sys.executable, "-c", _FIRST_TOKEN, str(file), _PROMPT]
+        found: tuple[list[float], list[float], list[float]] = ([], [], [])
+        with tempfile.TemporaryDirectory(prefix="quickstep-loading-") as cache:
+            _start(str(file), {}, cache)  # which keeps the weights
+            for _ in range(repeats):
+                found[0].append(_first_token_s(ours, ""))
+                found[1].append(_first_token_s(ours, cache))
+                began = time.perf_counter()
+                with LlamaCpp(environment, file, os.cpu_count() or 1) as llama_cpp:
+                    llama_cpp.greedy(prompt, 1)
+                    found[2].append(time.perf_counter() - began)
+        print(f"| {file.name} | {' | '.join(map(_range, found))} |", flush=True)
+
+
+def _first_token_s(command: Sequence[str], cache: str) -> float:
+    """Of a process that prints a line after its first token."""
+    environment = {**os.environ, "QUICKSTEP_CACHE_DIR": cache}
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        is_done = process.stdout.readline() == b"done\n"
+        seconds = time.perf_counter() - began
+    if not is_done:
+        raise SystemExit(f"{command[3]} did not start")
+    return seconds
 
 
 def _start(model: str, options: dict[str, str], cache: str) -> Start:

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "grid_blocks.h"
 #include "quantized_layout.h"
 #include "memory.h"
 #include "scaled_rows.h"
@@ -28,6 +29,7 @@ bool valid(const qs_stored_matrix& matrix) {
                                  : matrix.k % stored->block_inputs != 0) {
       return false;
     }
+    if (qs::has_grid(part.kind) && part.levels == nullptr) return false;
     if (!qs::valid_layout(part, matrix.k)) return false;
     rows += part.num_rows;
   }
@@ -200,7 +202,7 @@ void decode_piece(const QuantizedLoad& load, qs::Pool* solo, const QuantizedPiec
     } else if (qs::is_scaled(part.kind)) {
       qs::decode_scaled(part, index, read, k, to);
     } else {
-      qs::decode_row(part.kind, read, k, to);
+      qs::decode_row(part, read, k, to);
     }
     adapt_row(load, own, to);
   };

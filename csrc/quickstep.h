@@ -141,6 +141,14 @@ enum qs_rows_kind {
   QS_ROWS_TQ1_0 = 16,
   QS_ROWS_TQ2_0 = 17,
   QS_ROWS_MXFP4 = 18,
+  QS_ROWS_IQ1_S = 19,
+  QS_ROWS_IQ1_M = 20,
+  QS_ROWS_IQ2_XXS = 21,
+  QS_ROWS_IQ2_XS = 22,
+  QS_ROWS_IQ2_S = 23,
+  QS_ROWS_IQ3_XXS = 24,
+  QS_ROWS_IQ3_S = 25,
+  QS_ROWS_NVFP4 = 26,
 };
 // Kinds whose scales are in other tensors, next to QS_ROWS_I8.
 enum qs_scaled_kind {
@@ -171,7 +179,9 @@ typedef struct qs_file_rows {
   const float* zeros;         // the same; null for the middle
   const int32_t* order;       // [k] the group of each input, null for groups in a row; such rows are
                               // rounded again to 8 bits, in groups of 32 where these divide k
-  const uint8_t* levels;      // [16] of QS_ROWS_LEVELS
+  const uint8_t* levels;      // [16] of QS_ROWS_LEVELS; of IQ1, IQ2 and IQ3 kinds the vectors of the
+                              // grid: 8 inputs each, 4 of IQ3
+  double factor;              // of a kind of blocks: its scales are multiplied by it
   const uint8_t* content;     // the library's own; null
 } qs_file_rows;
 typedef struct qs_stored_matrix {

@@ -3,11 +3,13 @@
 
 #include "stored_rows.h"
 
+#include "grid_blocks.h"
 #include "scaled_rows.h"
 
 #include <errno.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstring>
 
 namespace qs {
@@ -36,6 +38,14 @@ constexpr RowKind kKinds[] = {
     {4, kSuper, false, kSuper, 54, false},  // TQ1_0
     {4, kSuper, false, kSuper, 66, false},  // TQ2_0
     {8, kSmall, false, kSmall, 17, true},   // MXFP4
+    {4, 32, true, kSuper, 50, true},        // IQ1_S
+    {4, 16, true, kSuper, 56, true},        // IQ1_M
+    {8, 32, false, kSuper, 66, true},       // IQ2_XXS
+    {8, 16, false, kSuper, 74, true},       // IQ2_XS
+    {8, 16, false, kSuper, 82, true},       // IQ2_S
+    {8, 32, false, kSuper, 98, true},       // IQ3_XXS
+    {4, 32, true, kSuper, 110, true},       // IQ3_S
+    {8, 16, false, 64, 36, false},          // NVFP4
 };
 constexpr int kNumKinds = sizeof(kKinds) / sizeof(kKinds[0]);
 
@@ -182,9 +192,9 @@ constexpr int kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                 1,    13,   25,  38,  53,  69,  89,  113};
 constexpr int kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-void looked_up(const uint8_t* octets, const int* values, uint8_t* quants) {
-  nibbles(octets, 16, quants);
-  for (int i = 0; i < kSmall; ++i) quants[i] = static_cast<uint8_t>(values[quants[i]] + 128);
+void looked_up(const uint8_t* octets, const int* values, uint8_t* quants, int count = 16) {
+  nibbles(octets, count, quants);
+  for (int i = 0; i < 2 * count; ++i) quants[i] = static_cast<uint8_t>(values[quants[i]] + 128);
 }
 
 void iq4_nl(const uint8_t* block, const QuantRow& out) {
@@ -208,6 +218,21 @@ void mxfp4(const uint8_t* block, const QuantRow& out) {
   const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23;
   memcpy(out.scales, &bits, sizeof(bits));
   looked_up(block + 1, kMxfp4Values, out.quants);
+}
+
+// A number in e4m3 without its sign, halved because the values are doubled; of both ends 0.
+float half_of_e4m3(int octet) {
+  if (octet == 0 || octet == 127) return 0.0f;
+  const int exponent = octet >> 3 & 15, mantissa = octet & 7;
+  if (exponent == 0) return static_cast<float>(mantissa) * 0x1p-10f;
+  return std::ldexp(static_cast<float>(8 + mantissa), exponent - 11);
+}
+
+void nvfp4(const uint8_t* block, const QuantRow& out) {
+  for (int group = 0; group < 4; ++group) {
+    out.scales[group] = half_of_e4m3(block[group]);
+    looked_up(block + 4 + 8 * group, kMxfp4Values, out.quants + 16 * group, 8);
+  }
 }
 
 // Five digits of base 3 per octet, the first ones of some octets before their second ones.
@@ -238,8 +263,9 @@ void tq2_0(const uint8_t* block, const QuantRow& out) {
 
 using Decode = void (*)(const uint8_t* block, const QuantRow& out);
 constexpr Decode kDecode[kNumKinds] = {
-    nullptr, nullptr, nullptr, nullptr, q4_0,  q8_0,   q4_k,   q5_k,  q6_k,  q4_1,
-    q5_0,    q5_1,    q2_k,    q3_k,    iq4_nl, iq4_xs, tq1_0, tq2_0, mxfp4,
+    nullptr, nullptr, nullptr, nullptr, q4_0,   q8_0,   q4_k,    q5_k,    q6_k,
+    q4_1,    q5_0,    q5_1,    q2_k,    q3_k,   iq4_nl, iq4_xs,  tq1_0,   tq2_0,
+    mxfp4,   nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nvfp4,  // has_grid
 };
 
 // Rows of one part; where heads are stored in pairs, the first halves come first again.
@@ -320,7 +346,7 @@ void convert_row(const qs_file_rows& part, int64_t index, const uint8_t* row, in
   float scales[kSuper / 16], zeros[kSuper / 16];
   const float middle = static_cast<float>(1 << (form.bits - 1));
   for (int64_t first = 0; first < k; first += form.block_inputs, row += form.block_bytes) {
-    decode_row(kind, row, form.block_inputs, {quants, scales, zeros});
+    decode_row(part, row, form.block_inputs, {quants, scales, zeros});
     for (int64_t i = 0; i < form.block_inputs; ++i) {
       const int64_t group = i / form.group_size;
       const float zero = form.has_zeros ? zeros[group] : middle;
@@ -440,14 +466,20 @@ bool convert_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* scratc
   return true;
 }
 
-void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out) {
-  const RowKind& form = kKinds[kind];
+void decode_row(const qs_file_rows& part, const uint8_t* row, int64_t k, const QuantRow& out) {
+  const RowKind& form = kKinds[part.kind];
   const int64_t groups = form.block_inputs / form.group_size;
   for (int64_t block = 0; block < k / form.block_inputs; ++block) {
     const uint8_t* from = row + block * form.block_bytes;
     const QuantRow to = {out.quants + block * form.block_inputs, out.scales + block * groups,
                         out.zeros == nullptr ? nullptr : out.zeros + block * groups};
-    kDecode[kind](from, to);
+    if (has_grid(part.kind)) {
+      decode_grid_block(part.kind, part.levels, from, to);
+    } else {
+      kDecode[part.kind](from, to);
+    }
+    const float factor = static_cast<float>(part.factor);
+    for (int64_t group = 0; factor != 1.0f && group < groups; ++group) to.scales[group] *= factor;
   }
 }
 

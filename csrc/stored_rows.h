@@ -70,8 +70,8 @@ void for_each_row(const qs_stored_matrix& matrix, RowRange rows, const uint8_t* 
   }
 }
 
-// One row of blocks.
-void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out);
+// One row of a part in blocks.
+void decode_row(const qs_file_rows& part, const uint8_t* row, int64_t k, const QuantRow& out);
 // Reads `size` bytes; false if the file lacks them.
 bool read_all(int fd, uint8_t* out, int64_t size, int64_t offset);
 // The tensor's row that is row `row` of the result.

@@ -74,6 +74,11 @@ class Environment:
         """Built by `prepare`."""
         return self.directory / "build" / "bin" / "llama-server"
 
+    @property
+    def llama_cpp_bindings(self) -> Path:
+        """The package that carries llama.cpp, unpacked by `prepare`: its bindings need no build."""
+        return self.directory / _LLAMA_CPP.replace("-", "_").replace("==", "-") / "llama_cpp"
+
     def versions(self) -> str:
         """The packages that a report names, as installed."""
         if self.name == "llama_cpp":

@@ -809,7 +809,7 @@ class InputConfig(msgspec.Struct, frozen=True):
             bounds=POSITIVE,
             argument=None,
         ),
-    ] = 512 * 1024
+    ] = 2 * 1024 * 1024
     schema_depth: Annotated[
         int,
         Option(

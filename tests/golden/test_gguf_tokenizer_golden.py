@@ -226,7 +226,7 @@ def test_special_tokens_ends_and_template_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "pre", "named"), [("gpt2", "mystery", "'mystery'"), ("bert", None, "'bert'")]
+    ("kind", "pre", "named"), [("gpt2", "mystery", "'mystery'"), ("rwkv", None, "'rwkv'")]
 )
 def test_an_unknown_tokenizer_is_refused_by_name(
     kind: str, pre: str | None, named: str, tmp_path: Path

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import SCALES_AT, paired, random_blocks
+from gguf_files import OTHER_SCALES, SCALES_AT, meaning, paired, random_blocks
 
 from quickstep.model.formats.gguf_blocks import decode_blocks
 from quickstep.model.formats.quantized_reader import stack_matrices
@@ -27,7 +27,15 @@ STACKS = [
     ("Q4_1", "Q8_0"),
     ("Q5_1", "Q6_K"),
     ("Q5_K", "Q4_K", "Q5_0"),
+    ("IQ3_S", "IQ4_XS", "Q8_0"),
+    ("IQ2_XXS", "IQ2_XS", "Q4_K"),
+    ("IQ1_M", "IQ1_S", "IQ3_XXS"),
+    ("NVFP4", "IQ2_S"),
 ]
+
+
+KINDS_CONVERTED = [("Q4_K", "F16"), ("F32", "Q8_0", "BF16"), ("F32",), ("F16",)]
+KINDS_CONVERTED += [("IQ3_S", "F32", "IQ1_M"), ("NVFP4", "IQ2_XXS", "F16")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,7 @@ def outputs(table: OpTable, weight: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_size", [0, HEAD])
-@pytest.mark.parametrize("kind", [*SCALES_AT, Kind.MXFP4], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*SCALES_AT, *OTHER_SCALES], ids=lambda kind: kind.name)
 def test_blocks_of_every_type_are_loaded_as_torch_decodes_them(
     table: OpTable, tmp_path: Path, kind: Kind, head_size: int
 ) -> None:
@@ -74,6 +82,21 @@ def test_blocks_of_every_type_are_loaded_as_torch_decodes_them(
     loaded = table.load_linear(StoredMatrix(kind.name, (part,), INPUTS), None)
     expected = table.pack_quantized(weight, None)
     assert torch.equal(outputs(table, loaded), outputs(table, expected))
+
+
+@pytest.mark.parametrize("kind", [*SCALES_AT, *OTHER_SCALES], ids=lambda kind: kind.name)
+def test_blocks_become_the_floats_that_ggml_makes_of_them(
+    table: OpTable, tmp_path: Path, kind: Kind
+) -> None:
+    rows = random_blocks(kind, OUTPUTS, INPUTS, seed=7)
+    (tmp_path / "f").write_bytes(rows.tobytes())
+    assert table.load_linear is not None
+    part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind.name)
+    loaded = table.load_linear(StoredMatrix("F32", (part,), INPUTS), None)
+    found = table.linear(torch.eye(INPUTS), loaded).T
+    has_lows = kind in (Kind.Q4_1, Kind.Q5_1, Kind.Q2_K, Kind.Q4_K, Kind.Q5_K)
+    rounding = 2e-6 if has_lows else 0.0  # `scale * q + low` is computed as `scale * (q - zero)`
+    torch.testing.assert_close(found, meaning(kind, rows), rtol=rounding, atol=rounding / 2)
 
 
 @pytest.mark.parametrize("kinds", STACKS, ids="+".join)
@@ -92,7 +115,7 @@ def test_a_stack_of_types_is_loaded_as_torch_stacks_it(
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-@pytest.mark.parametrize("kinds", [("Q4_K", "F16"), ("F32", "Q8_0", "BF16"), ("F32",), ("F16",)])
+@pytest.mark.parametrize("kinds", KINDS_CONVERTED)
 def test_parts_become_the_models_dtype_as_they_do_in_torch(
     table: OpTable, tmp_path: Path, kinds: tuple[str, ...], dtype: str
 ) -> None:

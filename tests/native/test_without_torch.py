@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_outputs import FORMATS, answers
 from gguf import GGMLQuantizationType as Kind
-from gguf_models import KINDS, write_model
+from gguf_models import KINDS, MIXTURES, write_model
 from golden_cases import Case
 from msgspec.structs import replace
 from published_formats import EXACT, ROUNDED_AGAIN
@@ -254,7 +254,13 @@ _SMALLER = {
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kinds"), [("llama", KINDS), ("llama", _SMALLER), ("qwen2", KINDS)]
+    ("architecture", "kinds"),
+    [
+        ("llama", KINDS),
+        ("llama", _SMALLER),
+        ("qwen2", KINDS),
+        *(("llama", kinds) for kinds in MIXTURES.values()),
+    ],
 )
 def test_a_gguf_file_runs_where_torch_is_not_installed(
     architecture: str, kinds: dict[str, Kind], tmp_path: Path

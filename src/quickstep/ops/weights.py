@@ -167,6 +167,7 @@ class StoredRows(msgspec.Struct, frozen=True):
         order: [C] int32, the group of each input; None for groups in a row. Rows whose groups are
             scattered are rounded again, to 8 bits.
         levels: [16] uint8.
+        factor: Of a type of ggml's blocks: all its scales are multiplied by it.
     """
 
     file: Path
@@ -181,6 +182,7 @@ class StoredRows(msgspec.Struct, frozen=True):
     zeros: HostTensor | None = None
     order: HostTensor | None = None
     levels: HostTensor | None = None
+    factor: float = 1.0
 
 
 class Rounding(msgspec.Struct, frozen=True):

@@ -1,16 +1,18 @@
 """The tokenizer and the chat templates in a GGUF file's metadata.
 
-`tokenizer.ggml.model` is `gpt2` (byte-level BPE, whose split has the name `tokenizer.ggml.pre`) or
-`llama` (SentencePiece BPE, whose merges are computed from the pieces' scores). Called by
-`Tokenizer.open` and `chat_template.find_templates`, which import it for GGUF files only. A
-tokenizer with an unknown split is refused by name, because it would split text differently from
-its training.
+`tokenizer.ggml.model` is `gpt2` (byte-level BPE, whose split has the name `tokenizer.ggml.pre`),
+`llama` (SentencePiece BPE, whose merges are computed from the pieces' scores), `bert` (WordPiece)
+or `t5` (Unigram, as T5 and XLM-R have it). Called by `Tokenizer.open` and
+`chat_template.find_templates`, which import it for GGUF files only. A tokenizer with an unknown
+split is refused by name, because it would split text differently from its training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import msgspec
@@ -31,7 +33,9 @@ from quickstep.text.gguf_splits import SPLITS
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
+# of tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_SPACE = "▁"
 # as llama.cpp: they end an answer wherever they are control tokens
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _NAMED = ("bos", "eos", "unknown", "padding")
@@ -60,22 +64,26 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     tokens, kind = values.get("tokens"), values.get("model")
     if not _are_texts(tokens):
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
-    if kind not in ("gpt2", "llama"):
-        raise ConfigError(f"{path} holds a tokenizer of kind {kind!r}; supported are gpt2, llama")
+    if not isinstance(kind, str) or kind not in _BUILDERS:
+        raise ConfigError(
+            f"{path} holds a tokenizer of kind {kind!r:.80}; supported are {', '.join(_BUILDERS)}"
+        )
     try:
-        build = _byte_level if kind == "gpt2" else _sentence_piece
-        library, adds_bos = build(path, values, tokens)
+        library, adds_bos = _BUILDERS[kind](path, values, tokens)
     except ConfigError:
         raise
     except Exception as error:  # the library raises bare Exception
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"the tokenizer of {path} cannot be read: {reason}") from error
     kinds = _kinds(values, len(tokens))
-    for wanted in (_CONTROL, _USER_DEFINED):
-        special = wanted == _CONTROL
-        chosen = [t for t, k in zip(tokens, kinds, strict=True) if k == wanted and t]
+    control = (_CONTROL, _UNKNOWN) if kind == "t5" else (_CONTROL,)  # as T5 and XLM-R declare it
+    for special, wanted in ((True, control), (False, (_USER_DEFINED,))):
+        chosen = [t for t, k in zip(tokens, kinds, strict=True) if k in wanted and t]
         library.add_tokens([AddedToken(t, special=special, normalized=False) for t in chosen])
-    _frame(library, values, tokens, adds_bos)
+    if kind == "bert":
+        _frame_word_pieces(library, values, tokens)
+    else:
+        _frame(library, values, tokens, adds_bos, with_pairs=kind == "t5")
     return GgufTokenizer(library, _ends(values, tokens, kinds), _special_tokens(values, tokens))
 
 
@@ -122,9 +130,7 @@ def _byte_level(
 def _sentence_piece(
     path: Path, values: Mapping[str, object], tokens: Sequence[str]
 ) -> tuple[Library, bool]:
-    scores = values.get("scores")
-    if not isinstance(scores, tuple) or len(scores) != len(tokens):
-        raise ConfigError(f"{path} holds no scores of its tokenizer (tokenizer.ggml.scores)")
+    scores = _scores(path, values, tokens)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     unknown = _token_id(values, "unknown", tokens) or 0
     library = Library(
@@ -147,20 +153,102 @@ def _sentence_piece(
     return library, True
 
 
+def _word_piece(
+    path: Path, values: Mapping[str, object], tokens: Sequence[str]
+) -> tuple[Library, bool]:
+    """Files mark the beginning of a word, vocabularies its continuation (`##`). Which case texts
+    get is not in the file: that of the vocabulary.
+    """
+    pieces, has_case = [], False
+    for token, kind in zip(tokens, _kinds(values, len(tokens)), strict=True):
+        word = token.removeprefix(_SPACE)
+        is_text = kind == _NORMAL and not (word.startswith("[") and word.endswith("]"))
+        pieces.append(f"##{token}" if is_text and word == token else word)
+        has_case |= is_text and word != word.lower()
+    unknown = _token_id(values, "unknown", tokens)
+    unknown_token = "[UNK]" if unknown is None else tokens[unknown]
+    if unknown_token not in pieces:
+        raise ConfigError(f"{path} names no unknown token (tokenizer.ggml.unknown_token_id)")
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    library = Library(models.WordPiece(vocabulary, unk_token=unknown_token))
+    library.normalizer = normalizers.BertNormalizer(lowercase=not has_case)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
+    return library, True
+
+
+def _unigram(
+    path: Path, values: Mapping[str, object], tokens: Sequence[str]
+) -> tuple[Library, bool]:
+    scores = _scores(path, values, tokens)
+    kinds = _kinds(values, len(tokens))
+    unknown = _token_id(values, "unknown", tokens)
+    if unknown is None:
+        unknown = kinds.index(_UNKNOWN) if _UNKNOWN in kinds else 2  # as T5
+    pairs = list(zip(tokens, scores, strict=True))
+    library = Library(models.Unigram(pairs, unknown, byte_fallback=_BYTE in kinds))
+    charsmap = values.get("precompiled_charsmap")
+    if isinstance(charsmap, tuple) and charsmap:
+        content = bytes(octet % 256 for octet in charsmap)
+        library.normalizer = normalizers.Precompiled(content)
+    scheme = "always" if values.get("add_space_prefix", True) else "never"
+    if values.get("remove_extra_whitespaces", True):
+        steps: list[Any] = [pre_tokenizers.WhitespaceSplit()]
+        steps.append(pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme))
+        library.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    else:
+        library.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement=_SPACE, prepend_scheme=scheme, split=False
+        )
+    library.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
+    return library, False
+
+
+_Build = Callable[[Path, Mapping[str, object], Sequence[str]], tuple[Library, bool]]
+_BUILDERS: Mapping[str, _Build] = MappingProxyType(
+    {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece, "t5": _unigram}
+)
+
+
+def _scores(path: Path, values: Mapping[str, object], tokens: Sequence[str]) -> Sequence[float]:
+    scores = values.get("scores")
+    if not isinstance(scores, tuple) or len(scores) != len(tokens):
+        raise ConfigError(f"{path} holds no scores of its tokenizer (tokenizer.ggml.scores)")
+    return scores
+
+
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece: the best piece first, then the longest halves (as
     transformers converts such vocabularies).
     """
-    found = []
-    for piece, token_id in vocabulary.items():
-        for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
-            if left in vocabulary and right in vocabulary:
-                lengths = (-len(left), -len(right))
-                rank = (-scores[token_id], *lengths, token_id, vocabulary[left])
-                found.append((rank, left, right))
-    found.sort()
-    return [(left, right) for _, left, right in found]
+    found: list[tuple[str, str]] = []
+    distinct: list[str] = []  # pieces whose order their scores decide, as those of most do
+    best_first = sorted(vocabulary, key=lambda piece: -scores[vocabulary[piece]])
+    for _, same in itertools.groupby(best_first, lambda piece: scores[vocabulary[piece]]):
+        pieces = list(same)
+        if len(pieces) == 1:
+            distinct += pieces
+            continue
+        found += _halves(distinct, vocabulary)
+        distinct = []
+        equal = _halves(pieces, vocabulary)
+        found += sorted(equal, key=lambda pair: _rank_of_equals(pair, vocabulary))
+    return found + _halves(distinct, vocabulary)
+
+
+def _halves(pieces: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Of each piece the pairs that make it, those with the longest first half first."""
+    return [
+        (left, right)
+        for piece in pieces
+        for at in range(len(piece) - 1, 0, -1)
+        if (left := piece[:at]) in vocabulary and (right := piece[at:]) in vocabulary
+    ]
+
+
+def _rank_of_equals(pair: tuple[str, str], vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    left, right = pair
+    return (-len(left), -len(right), vocabulary[left + right], vocabulary[left])
 
 
 def _kinds(values: Mapping[str, object], count: int) -> Sequence[int]:
@@ -169,19 +257,49 @@ def _kinds(values: Mapping[str, object], count: int) -> Sequence[int]:
 
 
 def _frame(
-    library: Library, values: Mapping[str, object], tokens: Sequence[str], adds_bos: bool
+    library: Library,
+    values: Mapping[str, object],
+    tokens: Sequence[str],
+    adds_bos: bool,
+    *,
+    with_pairs: bool,
 ) -> None:
-    """Set the post-processor, which adds beginning and end tokens as the file specifies."""
+    """Set the post-processor, which adds beginning and end tokens as the file specifies; pairs are
+    those of XLM-R, or of T5 without a beginning.
+    """
     bos, eos = (_token_id(values, name, tokens) for name in ("bos", "eos"))
     with_bos = bool(values.get("add_bos_token", adds_bos)) and bos is not None
-    with_eos = bool(values.get("add_eos_token", False)) and eos is not None
+    with_eos = bool(values.get("add_eos_token", with_pairs)) and eos is not None
     if not with_bos and not with_eos:
         return
     before = [(tokens[bos], bos)] if with_bos and bos is not None else []
     after = [(tokens[eos], eos)] if with_eos and eos is not None else []
+    first, end = [text for text, _ in before], [text for text, _ in after]
+    between = [*end, *end] if with_bos else end
     library.post_processor = processors.TemplateProcessing(
-        single=[*(text for text, _ in before), "$A", *(text for text, _ in after)],
+        single=[*first, "$A", *end],
+        pair=[*first, "$A", *between, "$B", *end] if with_pairs else None,
         special_tokens=list(dict([*before, *after]).items()),
+    )
+
+
+def _frame_word_pieces(
+    library: Library, values: Mapping[str, object], tokens: Sequence[str]
+) -> None:
+    """Set the post-processor, which adds BERT's tokens; files have two names for each."""
+    found = []
+    for names, default in ((("cls", "bos"), "[CLS]"), (("seperator", "eos"), "[SEP]")):
+        known = (_token_id(values, name, tokens) for name in names)
+        token_id = next((token_id for token_id in known if token_id is not None), None)
+        if token_id is None and default not in tokens:
+            return
+        token_id = tokens.index(default) if token_id is None else token_id
+        found.append((tokens[token_id], token_id))
+    (start, _), (end, _) = found
+    library.post_processor = processors.TemplateProcessing(
+        single=[start, "$A", end],
+        pair=[start, "$A", end, "$B:1", f"{end}:1"],
+        special_tokens=found,
     )
 
 

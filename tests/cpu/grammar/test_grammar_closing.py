@@ -386,3 +386,17 @@ def test_a_text_is_spelled_in_no_more_tokens_than_the_tokenizer_takes(text):
     assert text_of(ids) == text
     assert len(ids) == ending.num_tokens
     assert len(ids) <= len(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("pattern", [r"[a-z][a-z0-9_]+", r"([A-Za-z_]\w+\\\\)*([A-Za-z_]\w+)"])
+def test_a_string_ends_that_needs_a_letter_anywhere(pattern):
+    grammar = Grammar.of_json_schema({"type": "string", "pattern": pattern})
+    ending = COMPILER.compile(grammar).closing.ending
+    assert ending is not None and ending.path == '"aa"'
+
+
+def test_a_grammar_whose_end_is_not_found_is_enforced_without_it():
+    text = {"type": "string", "pattern": "zq"}
+    schema = {"type": "array", "items": text, "minItems": 1}
+    compiled = COMPILER.compile(Grammar.of_json_schema(schema))
+    assert compiled.closing.ending is None

@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import SCALES_AT, meaning, random_blocks
+from gguf_files import OTHER_SCALES, SCALES_AT, meaning, random_blocks
 
 from quickstep.model.formats.gguf_blocks import decode_blocks
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
+from quickstep.ops.block_grids import block_grid
 from quickstep.ops.weights import QuantizedWeight
 
 OUTPUTS, INPUTS = 24, 512
+# `scale * q + low`, which is computed as `scale * (q - zero)`
+WITH_LOWS = {Kind.Q4_1, Kind.Q5_1, Kind.Q2_K, Kind.Q4_K, Kind.Q5_K}
+GRIDS = [kind for kind in Kind if kind.name.startswith(("IQ1", "IQ2", "IQ3"))]
 
 
 def decoded(kind: Kind, rows: np.ndarray, inputs: int = INPUTS) -> QuantizedWeight:
@@ -25,7 +29,7 @@ def _elements(kind: Kind) -> int:
     return gguf.GGML_QUANT_SIZES[kind][0]
 
 
-@pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*SCALES_AT, *OTHER_SCALES], ids=lambda kind: kind.name)
 def test_quantized_values_are_those_of_ggml(kind: Kind) -> None:
     rows = random_blocks(kind, OUTPUTS, INPUTS)
     weight = decoded(kind, rows)
@@ -33,6 +37,23 @@ def test_quantized_values_are_those_of_ggml(kind: Kind) -> None:
     assert (weight.zeros is not None) == BLOCK_KINDS[kind.name].has_zeros
     expected = meaning(kind, rows)
     torch.testing.assert_close(weight.dequantized(), expected, rtol=2e-6, atol=1e-6)
+    assert kind in WITH_LOWS or torch.equal(weight.dequantized(), expected)
+
+
+@pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
+def test_grids_are_those_of_ggml(kind: Kind) -> None:
+    theirs = getattr(gguf.quants, kind.name)
+    theirs.init_grid()
+    ours = block_grid(kind.name)
+    assert ours is not None
+    values = ours.numpy().astype(np.float32) - (kind in (Kind.IQ1_S, Kind.IQ1_M))
+    assert np.array_equal(values, theirs.grid.reshape(theirs.grid_shape))
+
+
+def test_every_scale_of_nvfp4_is_that_of_ggml() -> None:
+    rows = random_blocks(Kind.NVFP4, 64, 64).copy()
+    rows[:, :4] = np.arange(256, dtype=np.uint8).reshape(64, 4)
+    assert torch.equal(decoded(Kind.NVFP4, rows, 64).dequantized(), meaning(Kind.NVFP4, rows))
 
 
 @pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)

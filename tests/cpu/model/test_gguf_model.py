@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_models import HF, KINDS, VOCAB, write_model
+from gguf_models import HF, KINDS, MIXTURES, VOCAB, write_model
 from hypothesis import given
 from hypothesis import strategies as st
 from quantized_checkpoint import load, logits_of, opened, write_whole
@@ -263,14 +263,35 @@ def test_whole_matrices_and_biases_keep_their_order(architecture: str, tmp_path:
     )
 
 
-def test_answers_are_near_those_of_the_weights_it_means(
-    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    path, meant = llama
+@pytest.mark.parametrize("mixture", ["Q4_K_M", *MIXTURES])
+def test_answers_are_near_those_of_the_weights_it_means(mixture: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    meant = write_model(path, kinds={"Q4_K_M": KINDS, **MIXTURES}[mixture])
     expected = load(write_whole(tmp_path, meant, **HF))
     tokens = [(7 * i + 3) % 256 for i in range(24)]
     found, wanted = logits_of(load(path), tokens), logits_of(expected, tokens)
     assert float((found - wanted).square().mean() / wanted.square().mean()) < 0.05**2
+
+
+def test_the_factor_of_a_tensors_scales_counts(tmp_path: Path) -> None:
+    kinds = dict.fromkeys(KINDS, Kind.NVFP4)
+    factors = {"q_proj": 1.75, "v_proj": -0.3, "o_proj": 0.1, "down_proj": 3.0}
+    meant = write_model(tmp_path / "m.gguf", kinds=kinds, factors=factors)
+    _, source = opened(tmp_path / "m.gguf")
+    names = tuple(f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv")
+    expected = torch.cat([meant[name] for name in names])
+    torch.testing.assert_close(source.linear(names).dequantized(), expected, rtol=1e-6, atol=0)
+    whole = load(write_whole(tmp_path, meant, **HF))
+    tokens = [(7 * i + 3) % 256 for i in range(24)]
+    found, wanted = logits_of(load(tmp_path / "m.gguf"), tokens), logits_of(whole, tokens)
+    assert float((found - wanted).square().mean() / wanted.square().mean()) < 0.05**2
+
+
+def test_a_factor_of_a_matrix_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
+    kinds = dict.fromkeys(KINDS, Kind.F16)
+    write_model(tmp_path / "m.gguf", kinds=kinds, factors={"o_proj": 2.0})
+    with pytest.raises(ConfigError, match=r"o_proj\.scale.* not part of the architecture"):
+        load(tmp_path / "m.gguf")
 
 
 def test_the_engine_answers_alone_as_in_a_batch(llama: tuple[Path, dict[str, Tensor]]) -> None:
@@ -338,10 +359,10 @@ def test_what_is_not_understood_is_refused_by_name(
 
 
 def test_block_types_that_are_not_read_are_refused_with_the_tensors_name(tmp_path: Path) -> None:
-    values = np.zeros((VOCAB, files.HIDDEN // 256 * 110), dtype=np.uint8)
-    tensors = [("token_embd.weight", values, Kind.IQ3_S)]
+    values = np.zeros((VOCAB, files.HIDDEN // 128 * 18), dtype=np.uint8)
+    tensors = [("token_embd.weight", values, Kind.Q1_0)]
     path = files.write_gguf(tmp_path / "m.gguf", "llama", files.sizes(), tensors)
-    with pytest.raises(ConfigError, match=r"stores token_embd\.weight as IQ3_S"):
+    with pytest.raises(ConfigError, match=r"stores token_embd\.weight as Q1_0"):
         read_spec(path)
 
 

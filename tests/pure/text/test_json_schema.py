@@ -47,8 +47,8 @@ def test_what_cannot_be_written_out_is_left_to_be_refused():
         {"not": {"multipleOf": 3}},
         {"not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}},
         {"dependencies": {"a": 1}},
-        {"propertyNames": {"pattern": r"\bab"}, "patternProperties": {"a": {}}},
-        {"if": {"pattern": r"\ba+"}, "then": {"minLength": 9}},
+        {"propertyNames": {"pattern": r"(\bab|c)"}, "patternProperties": {"a": {}}},
+        {"if": {"pattern": r"(\ba+|c)"}, "then": {"minLength": 9}},
         {"propertyNames": {"format": "email"}},
         {"contains": {"multipleOf": 2}, "maxContains": 1},
         {"allOf": [{"minLength": 1}], "unevaluatedProperties": False},
@@ -393,3 +393,29 @@ def test_what_is_no_schema_is_left_as_it_is():
     data = {"pattern": 7, "uniqueItems": False, "not": 3}
     schema = {"x-of-mine": data, "examples": [data], "properties": {"pattern": {"x": [data]}}}
     assert rewritten(schema) == schema
+
+
+@pytest.mark.parametrize("keyword", ["id", "$id"])
+@pytest.mark.parametrize("end", ["", "#"])
+def test_a_reference_by_the_schemas_own_name_is_to_its_root(keyword: str, end: str) -> None:
+    name = "https://example.com/tree"
+    schema = {keyword: f"{name}#", "items": {"$ref": f"{name}{end}"}}
+    assert for_llguidance(schema).schema["items"] == {"$ref": "#"}
+
+
+DRAFT_3 = {"$schema": "http://json-schema.org/draft-03/schema#"}
+
+
+def test_properties_of_draft_3_say_themselves_that_they_are_required() -> None:
+    inner = {"type": "object", "properties": {"c": {"type": "null", "required": True}}}
+    properties = {"a": {**inner, "required": True}, "b": {"type": "null", "required": False}}
+    found = for_llguidance({**DRAFT_3, "type": "object", "properties": properties}).schema
+    assert found["required"] == ["a"]
+    assert found["properties"]["a"]["required"] == ["c"]
+    assert found["properties"]["b"] == {"type": "null"}
+
+
+@pytest.mark.parametrize("keyword", ["extends", "disallow", "divisibleBy"])
+def test_what_only_draft_3_has_is_refused_by_name(keyword: str) -> None:
+    with pytest.raises(RequestError, match=f"has {keyword} of JSON Schema's draft 3"):
+        for_llguidance({**DRAFT_3, "items": {keyword: {}}})

@@ -60,6 +60,48 @@ def test_look_ahead_is_written_out(pattern: str) -> None:
     agree()
 
 
+BOUNDARIES = [
+    r"\b(?:ab|bc)\b",
+    r"^\bab*\b",
+    r"a\b",
+    r"^(a|b)?\b c",
+    r"\b",
+    r"a\Bb",
+    r"^\B-",
+    r"a*\bc*",
+    r"^[a.]*\b[.b]+\b[a-]*$",
+    r"ab\b|\bca",
+    r"^[-a-c.]{1,256}\.[a-c()]{1,6}\b([-a-c.]*)$",
+    r"\ba\b-\bb\b",
+    r"[\b]\bc",
+]
+
+
+@pytest.mark.parametrize("pattern", BOUNDARIES)
+def test_word_boundaries_are_written_out(pattern: str) -> None:
+    [written] = PatternWriter().rewritten(pattern)
+    assert "\\b" not in written and "\\B" not in written
+
+    @given(st.text(alphabet="abc-. ()\b", max_size=8))
+    def agree(text: str) -> None:
+        assert finds(written, text) == (re.search(pattern, text) is not None)
+
+    @given(st.text(alphabet="ab-\u00e9", max_size=5))
+    def no_engine_differs(text: str) -> None:
+        for flags in (0, re.ASCII):
+            assert not finds(written, text) or re.search(pattern, text, flags)
+
+    agree()
+    no_engine_differs()
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"a(\bb|c)", r"a(?=b)\bc", r"\b" * 7, r"^a\b(?:^b|c)", r"a\b\b"]
+)
+def test_boundaries_in_other_places_are_left_as_they_are(pattern: str) -> None:
+    assert PatternWriter().rewritten(pattern) == (pattern,)
+
+
 ATOMS = st.sampled_from(["a", "b", "[ab]", "[^a]", r"\d", r"\w", ".", r"\-", "(?:ab|b)", "(a|)"])
 PIECES = st.builds(lambda atom, times: atom + times, ATOMS, st.sampled_from(["", "*", "?", "{2}"]))
 PATTERNS = st.builds(

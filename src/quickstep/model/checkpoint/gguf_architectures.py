@@ -80,6 +80,24 @@ _LFM_PARTS = {
     "shortconv.in_proj": "linear_attn.in_proj",
     "shortconv.out_proj": "linear_attn.out_proj",
 }
+_BERT_PARTS = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_BERT_OUTER = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "cls": "classifier.dense",
+    "cls.output": "classifier.out_proj",
+}
 OUTER_PARTS = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.norm",  # as LFM2's files call it
@@ -111,6 +129,9 @@ class Dialect(msgspec.Struct, frozen=True):
         norm_key: The config's key of the norms' epsilon.
         convolutions: Layers without key heads are short convolutions.
         optional_qk_norm: Queries and keys have norms where the file has them.
+        outer: Modules outside layers, in the architecture's names.
+        layers: Of the architecture's names, what the number of a layer follows.
+        encoder: It is an encoder; `config` and `keys` are all that is said of it.
     """
 
     name: str
@@ -127,6 +148,9 @@ class Dialect(msgspec.Struct, frozen=True):
     norm_key: str = "rms_norm_eps"
     convolutions: bool = False
     optional_qk_norm: bool = False
+    outer: Mapping[str, str] = msgspec.field(default_factory=lambda: OUTER_PARTS)
+    layers: str = "model.layers"
+    encoder: bool = False
 
 
 MIXTRAL = Dialect("MixtralForCausalLM", _MIXTRAL_PARTS, keys=_LOCAL_EXPERT_KEYS, paired=True)
@@ -205,6 +229,21 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             keys={"shortconv.l_cache": "conv_L_cache"},
             norm_key="norm_eps",
             convolutions=True,
+        ),
+        "bert": Dialect(
+            "BertModel",
+            _BERT_PARTS,
+            config={"hidden_act": "gelu", "pad_token_id": -1},  # positions begin with the first row
+            keys={
+                "block_count": "num_hidden_layers",
+                "embedding_length": "hidden_size",
+                "feed_forward_length": "intermediate_size",
+                "attention.head_count": "num_attention_heads",
+                "attention.layer_norm_epsilon": "layer_norm_eps",
+            },
+            outer=_BERT_OUTER,
+            layers="encoder.layer",
+            encoder=True,
         ),
     }
 )

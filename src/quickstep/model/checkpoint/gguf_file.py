@@ -44,13 +44,22 @@ BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "TQ1_0": (256, 54),
         "TQ2_0": (256, 66),
         "MXFP4": (32, 17),
+        "IQ1_S": (256, 50),
+        "IQ1_M": (256, 56),
+        "IQ2_XXS": (256, 66),
+        "IQ2_XS": (256, 74),
+        "IQ2_S": (256, 82),
+        "IQ3_XXS": (256, 98),
+        "IQ3_S": (256, 110),
+        "NVFP4": (64, 36),
     }
 )
 _TYPE_NAMES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K"},
     **{11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS"},
     **{18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
-    **{29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+    41: "Q1_0",
 }
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS |= {12: "d"}
@@ -233,9 +242,22 @@ class _Header:
         if inner != _STRING:
             raise ValueError(f"metadata holds a list of the unsupported type {inner}")
         if self._with_texts:
-            return tuple(self._text() for _ in range(count))
+            return self._texts(count)
         self._skip(count)
         return None
+
+    def _texts(self, count: int) -> tuple[str, ...]:
+        """`count` texts, as `_text` reads one."""
+        at, content, length = self._at, self._content, struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length(content, at)[0]
+            found.append(content[start:at].decode("utf-8", "replace"))
+        if at > len(content):
+            raise ValueError(f"it has {len(content)} bytes, a text ends at {at}")
+        self._at = at
+        return tuple(found)
 
     def _skip(self, count: int) -> None:
         """Past `count` texts; a vocabulary has hundreds of thousands."""

@@ -24,7 +24,6 @@ from quickstep.model.checkpoint.gguf_architectures import (
     CONVOLUTION,
     DIALECTS,
     MIXTRAL,
-    OUTER_PARTS,
     Dialect,
 )
 from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
@@ -57,6 +56,16 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType(
         "tensor_data_layout": "Meta AI original pth",
     }
 )
+# tables of an encoder, whose rows are a size of the config
+_TABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "token_embd": "vocab_size",
+        "position_embd": "max_position_embeddings",
+        "token_types": "type_vocab_size",
+    }
+)
+_POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
+_RANK = 4  # a pooling_type: the head of a reranker
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_.]+)")
 _EXPERT = "{}"
 
@@ -71,6 +80,8 @@ def gguf_config(path: Path) -> dict[str, object]:
         if key.startswith(f"{name}.")
     }
     fields = ConfigFields(section, {}, f"{path.name}'s metadata of {name}")
+    if dialect.encoder:
+        return _encoder_config(file, fields, name, dialect)
     config = _sizes(file, fields, dialect)
     config[GGUF_ARCHITECTURE] = name
     _read_rope(file, fields, config, dialect)
@@ -87,16 +98,71 @@ def gguf_config(path: Path) -> dict[str, object]:
     return config
 
 
+def _encoder_config(
+    file: GgufFile, fields: ConfigFields, name: str, dialect: Dialect
+) -> dict[str, object]:
+    """The config of an encoder; a reranker's head is that of XLM-R, two layers."""
+    rows = {}
+    for module, key in _TABLES.items():
+        tensor = file.tensors.get(f"{module}.weight")
+        if tensor is None or len(tensor.shape) != 2:
+            raise ConfigError(
+                f"{file.path.name} has no table {module}.weight, so it holds no {name}"
+            )
+        rows[key] = tensor.shape[0]
+    pooling = fields.optional_integer("pooling_type")
+    fields.value("context_length")  # the rows of its table count
+    fields.value("vocab_size")
+    labels = fields.sequence("classifier.output_labels")
+    architecture = dialect.name
+    if "cls.output.weight" in file.tensors:
+        architecture = "XLMRobertaForSequenceClassification"
+    elif pooling == _RANK or "cls.weight" in file.tensors:
+        raise ConfigError(
+            f"{file.path.name} holds a classification head without cls.output, which is not "
+            "implemented; the checkpoint in safetensors is read"
+        )
+    config: dict[str, object] = {
+        "architectures": [architecture],
+        GGUF_ARCHITECTURE: name,
+        "dtype": _dtype(file),
+        **rows,
+        **dialect.config,
+        **_of_keys(fields, dialect.keys),
+    }
+    if architecture != dialect.name:
+        head = file.tensors["cls.output.weight"].shape
+        names = labels or [f"LABEL_{index}" for index in range(head[0] if len(head) == 2 else 1)]
+        config["id2label"] = dict(enumerate(names))
+    fields.refuse_unread({})
+    return config
+
+
+def gguf_pooling(path: Path) -> str | None:
+    """How states become one embedding, as an encoder's file has it; None where it has nothing.
+
+    Raises:
+        ConfigError: In a way that is not known.
+    """
+    file = open_gguf(path)
+    kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type")
+    if kind is None or kind in (0, _RANK):
+        return None
+    if kind not in _POOLINGS:
+        raise ConfigError(f"{path.name} has the pooling_type {kind!r:.80}, which is not known")
+    return _POOLINGS[kind]
+
+
 def gguf_tensor_files(path: Path) -> TensorFiles:
     """The file's tensors by the architecture's names, each expert's by its own. Raises ConfigError.
 
     Files hold a projection of all experts as one tensor [E, N, C], whose experts follow each other.
     """
     file = open_gguf(path)
-    parts = _dialect(file)[1].parts
+    dialect = _dialect(file)[1]
     tensors: dict[str, StoredTensor] = {}
     for stored in file.tensors.values():
-        name = _name(stored.name, parts)
+        name = _name(stored.name, dialect)
         if _EXPERT not in name:
             tensors[name] = replace(stored, name=name, shape=_shape(stored))
             continue
@@ -138,17 +204,18 @@ def _dialect(file: GgufFile) -> tuple[str, Dialect]:
     return name, MIXTRAL if is_mixtral else DIALECTS[name]
 
 
-def _name(name: str, parts: Mapping[str, str]) -> str:
+def _name(name: str, dialect: Dialect) -> str:
     """The architecture's name; a layer's tensor that it does not know keeps its own name there."""
+    parts = dialect.parts
     module, _, kind = name.rpartition(".")
-    if module in OUTER_PARTS:
-        return f"{OUTER_PARTS[module]}.{kind}"
+    if module in dialect.outer:
+        return f"{dialect.outer[module]}.{kind}"
     block = _BLOCK.fullmatch(name)
     if block is None:
         return name
     part = block["part"]
     own = parts.get(part) or f"{parts.get(part.rpartition('.')[0], '')}.{kind}"
-    return f"model.layers.{block['layer']}.{part if own.startswith('.') else own}"
+    return f"{dialect.layers}.{block['layer']}.{part if own.startswith('.') else own}"
 
 
 def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, object]:

@@ -246,12 +246,11 @@ class TensorReader:
         return self._device
 
     def raw(self, name: str) -> Tensor:
-        """A tensor in ggml's blocks, as bytes: [blocks, bytes]."""
+        """A tensor in ggml's blocks, as bytes: [blocks, bytes]. `rows` has counted them."""
         stored = self._files.tensors[name]
         block_bytes = BLOCKS[stored.dtype][1]
         tensor = HostTensor.empty((stored.nbytes // block_bytes, block_bytes), UINT8)
         self._files.read_into(name, _bytes_of(tensor))
-        self._count(stored.nbytes)
         return tensor.to_torch().to(torch_device(self._device))
 
     def _stored_dtype(self, name: str) -> DType:

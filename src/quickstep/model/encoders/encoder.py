@@ -23,6 +23,8 @@ from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import Progress, TensorReader
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.encoders.encoder_spec import EncoderSpec
+from quickstep.model.formats.gguf_blocks import decode_blocks
+from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.rope import make_rope_table
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable
@@ -383,7 +385,11 @@ class _Reading:
                 f"tensor {name!r} has the shape {list(stored.shape)}, the config needs "
                 f"{list(shape)}"
             )
-        return to_torch(self._reader.tensor(name))
+        if stored.dtype not in BLOCK_KINDS:
+            return to_torch(self._reader.tensor(name))
+        self._reader.rows(name, shape[0])
+        decoded = decode_blocks(stored.dtype, self._reader.raw(name), shape)
+        return decoded.dequantized().to(self._reader.dtype)
 
 
 def _by_text(compute: Callable[[Tensor], Tensor], offsets: Sequence[int], rows: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields, note_on_foreign, read_json
+from quickstep.model.checkpoint.gguf_names import is_gguf
+from quickstep.model.checkpoint.gguf_spec import gguf_tensor_files
 from quickstep.model.checkpoint.safetensors_files import open_tensor_files
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.encoders.encoder_spec import ENCODERS, EncoderSpec, HeadSpec
@@ -73,7 +75,7 @@ _NOT_COMPUTED = (
 
 
 def read_encoder_spec(path: Path, config: Mapping[str, object], name: str) -> ModelSpec:
-    """Read the spec of a checkpoint directory. Raises ConfigError."""
+    """Read the spec of a checkpoint directory or a GGUF file. Raises ConfigError."""
     family, has_head = ENCODERS[name]
     is_modern = family == "modernbert"
     fields = ConfigFields(config, _DEFAULTS[family], "config.json")
@@ -96,7 +98,8 @@ def read_encoder_spec(path: Path, config: Mapping[str, object], name: str) -> Mo
     trained = read_json(path / "sentence_bert_config.json").get("max_seq_length")
     if isinstance(trained, int) and trained > 0:
         longest = min(longest, trained)
-    tensors = open_tensor_files(path).tensors.values()
+    files = gguf_tensor_files(path) if is_gguf(path) else open_tensor_files(path)
+    tensors = files.tensors.values()
     spec = ModelSpec(
         architecture=name,
         vocab_size=fields.integer("vocab_size"),

@@ -2,8 +2,8 @@
 
 The layouts are those of ggml-quants.h; blocks become quantized values exactly, in the native
 kernels as they are loaded (`csrc/stored_rows.cpp`), elsewhere by `formats.gguf_blocks`. Types of up
-to 4 bits with even steps become 4-bit quantized values, those of 5, 6 and 8 bits and those whose 16
-values come from a table (IQ4_NL, IQ4_XS, MXFP4) 8-bit ones. `w = scale * q + low` becomes `scale *
+to 16 values in even steps become 4-bit quantized values, those of 5, 6 and 8 bits and those with
+uneven steps (IQ2, IQ3_XXS, IQ4, MXFP4, NVFP4) 8-bit ones. `w = scale * q + low` becomes `scale *
 (q - zero)` with zero = -low / scale; a group whose scale is 0 holds `low` everywhere, which is
 quantized value 0 at scale `low` and zero -1.
 
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from quickstep.model.checkpoint.gguf_spec import gguf_has_paired_heads
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
-from quickstep.model.formats.storage import PairedHeads, checked_group
+from quickstep.model.formats.storage import PairedHeads, checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import StoredRows
 
@@ -35,24 +37,39 @@ class GgufStorage:
         self._files = files
 
     def parts(self, name: str, shape: Shape) -> Shapes | None:
-        """The one tensor, where it is in blocks."""
+        """The one tensor, where it is in blocks, and the factor of its scales, if it has one."""
         stored = self._files.tensors.get(name)
-        return None if stored is None or stored.dtype not in BLOCK_KINDS else {name: shape}
+        if stored is None or stored.dtype not in BLOCK_KINDS:
+            return None
+        factor = self._files.tensors.get(_factor_of(name))
+        if factor is None:
+            return {name: shape}
+        return {name: shape, factor.name: factor.shape if factor.shape == () else (1,)}
 
     def form(self, name: str, shape: Shape) -> MatrixFormat:
         """The form of the tensor's block type."""
         kind = BLOCK_KINDS[self._files.tensors[name].dtype]
         group_size = checked_group(name, kind.group_size, shape[-1])
         group = None if group_size == shape[-1] else group_size
-        return MatrixFormat(kind.bits, group, kind.has_zeros, kind.wide_scales)
+        wide_scales = kind.wide_scales or _factor_of(name) in self._files.tensors
+        return MatrixFormat(kind.bits, group, kind.has_zeros, wide_scales)
 
     def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
         """The blocks, each tensor's of its own type."""
-        return reader.rows(name, shape[0])
+        rows = reader.rows(name, shape[0])
+        factor = _factor_of(name)
+        if factor not in self._files.tensors:
+            return rows
+        return replace(rows, factor=float(reader.floats(factor).reshape(())))
 
     def has_no_effect(self, name: str) -> bool:
         """Whether it is a table of rotary frequencies: the spec has them."""
         return name.startswith("rope_f")
+
+
+def _factor_of(name: str) -> str:
+    """The tensor of one number that the scales of a matrix are multiplied by (NVFP4)."""
+    return f"{module_of(name)}.scale"
 
 
 def gguf_paired_heads(config: Mapping[str, object], spec: ModelSpec) -> PairedHeads | None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_schema import Shape
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
+from quickstep.ops.block_grids import block_grid
+from quickstep.ops.tensors import to_torch
 from quickstep.ops.weights import QuantizedWeight
 
 Decoded = tuple[Tensor, Tensor, Tensor | None]
@@ -179,12 +181,133 @@ def _tq2_0(blocks: Tensor) -> Decoded:
     return _two_bits(blocks[:, :64]) + (8 - 1), _half(blocks, 64), None
 
 
+def _nvfp4(blocks: Tensor) -> Decoded:
+    octets = blocks[:, 4:].reshape(-1, 4, 8)
+    quants = torch.cat((octets & 15, octets >> 4), 2).flatten(1)
+    scales = blocks[:, :4]
+    exponents, mantissas = (scales >> 3 & 15).int(), (scales & 7).float()
+    normal = torch.ldexp(mantissas + 8, exponents - 11)  # halved, since the values are doubled
+    halved = torch.where(exponents == 0, mantissas * 2**-10, normal)
+    halved = torch.where((scales == 0) | (scales == 127), 0.0, halved)
+    return _looked_up(quants, _MXFP4_VALUES), halved, None
+
+
+def _words(octets: Tensor, dtype: torch.dtype = torch.int16) -> Tensor:
+    """[B, bytes] as words without sign, in int64."""
+    bits = dtype.itemsize * 8
+    return octets.contiguous().view(dtype).long() & ((1 << bits) - 1)
+
+
+def _bits_at(words: Tensor, shifts: range, mask: int) -> Tensor:
+    """[B, n] -> [B, n len(shifts)]: of each word some bits, at each of the shifts."""
+    places = torch.tensor(list(shifts), device=words.device)
+    return ((words.unsqueeze(2) >> places) & mask).flatten(1)
+
+
+def _half_bytes(octets: Tensor) -> Tensor:
+    """[B, n] -> [B, 2 n]: of each byte the low half, then the high one."""
+    return _bits_at(octets.long(), range(0, 8, 4), 15)
+
+
+def _vectors(kind: str, numbers: Tensor) -> Tensor:
+    """[B, n] numbers -> the vectors of the type's grid, one after another: [B, elements]."""
+    grid = block_grid(kind)
+    assert grid is not None
+    return to_torch(grid).to(numbers.device)[numbers].flatten(1).short()
+
+
+def _with_signs(values: Tensor, signs: Tensor) -> Tensor:
+    """[B, elements], of which those are negated whose bit is set in signs [B, elements / 8]."""
+    return torch.where(_bits_at(signs, range(8), 1) == 1, -values, values)
+
+
+def _even_signs(words: Tensor) -> Tensor:
+    """7 bits, and an eighth that makes the number of negative values even."""
+    seven = words & 127
+    parity = seven ^ seven >> 4
+    parity = parity ^ parity >> 2
+    return seven | (parity ^ parity >> 1) % 2 << 7
+
+
+def _about_middle(values: Tensor, scales: Tensor) -> Decoded:
+    return (values + 128).to(torch.uint8), scales, None
+
+
+def _half_steps(blocks: Tensor, scales: Tensor, unit: float) -> Tensor:
+    """Scales of 4 bits, counted from a half."""
+    return _half(blocks, 0) * (scales + 0.5) * unit
+
+
+def _iq2_xxs(blocks: Tensor) -> Decoded:
+    words = _words(blocks[:, 2:], torch.int32).view(-1, 8, 2)
+    numbers = _bits_at(words[:, :, 0], range(0, 32, 8), 255)
+    signs = _even_signs(_bits_at(words[:, :, 1], range(0, 28, 7), 127))
+    scales = _half_steps(blocks, words[:, :, 1] >> 28, 0.25)
+    return _about_middle(_with_signs(_vectors("IQ2_XXS", numbers), signs), scales)
+
+
+def _iq2_xs(blocks: Tensor) -> Decoded:
+    words = _words(blocks[:, 2:66])
+    values = _with_signs(_vectors("IQ2_XS", words & 511), _even_signs(words >> 9))
+    return _about_middle(values, _half_steps(blocks, _half_bytes(blocks[:, 66:]), 0.25))
+
+
+def _iq2_s(blocks: Tensor) -> Decoded:
+    numbers = blocks[:, 2:34].long() | _bits_at(blocks[:, 66:74].long(), range(0, 8, 2), 3) << 8
+    values = _with_signs(_vectors("IQ2_S", numbers), blocks[:, 34:66].long())
+    return _about_middle(values, _half_steps(blocks, _half_bytes(blocks[:, 74:]), 0.25))
+
+
+def _iq3_xxs(blocks: Tensor) -> Decoded:
+    words = _words(blocks[:, 66:], torch.int32)
+    signs = _even_signs(_bits_at(words, range(0, 28, 7), 127))
+    values = _with_signs(_vectors("IQ3_XXS", blocks[:, 2:66].long()), signs)
+    return _about_middle(values, _half_steps(blocks, words >> 28, 0.5))
+
+
+def _iq3_s(blocks: Tensor) -> Decoded:
+    """Odd numbers from -15 to 15, which are even steps about 7.5."""
+    numbers = blocks[:, 2:66].long() | _bits_at(blocks[:, 66:74].long(), range(8), 1) << 8
+    values = _with_signs(_vectors("IQ3_S", numbers), blocks[:, 74:106].long())
+    scales = _half(blocks, 0) * (2 * _half_bytes(blocks[:, 106:]) + 1) * 2
+    quants = torch.div(values + 15, 2, rounding_mode="floor").to(torch.uint8)
+    return quants, scales, torch.full_like(scales, 7.5)
+
+
+def _ternary(numbers: Tensor, is_less: Tensor, scales: Tensor) -> Decoded:
+    """-1, 0 or 1, and an eighth more or less: an eighth of 8 * ternary +- 1, which is
+    2 * quant - 9. `is_less` [B, vectors].
+    """
+    more = (1 - is_less).repeat_interleave(8, 1)
+    quants = (4 * _vectors("IQ1_S", numbers) + more).to(torch.uint8)
+    return quants, scales * 0.25, torch.full_like(scales, 4.5)
+
+
+def _iq1_s(blocks: Tensor) -> Decoded:
+    words = _words(blocks[:, 34:])
+    numbers = blocks[:, 2:34].long() | _bits_at(words, range(0, 12, 3), 7) << 8
+    scales = _half(blocks, 0) * (2 * (words >> 12 & 7) + 1)
+    return _ternary(numbers, (words >> 15).repeat_interleave(4, 1), scales)
+
+
+def _iq1_m(blocks: Tensor) -> Decoded:
+    words = _words(blocks[:, 48:])
+    places = torch.arange(0, 16, 4, device=blocks.device)
+    half = (words >> 12 << places).sum(1, keepdim=True).to(torch.int16).view(torch.float16)
+    rest = _half_bytes(blocks[:, 32:48])
+    numbers = blocks[:, :32].long() | (rest & 7) << 8
+    scales = half.float() * (2 * _bits_at(words, range(0, 12, 3), 7) + 1)
+    return _ternary(numbers, rest >> 3, scales)
+
+
 DECODERS: Mapping[str, Callable[[Tensor], Decoded]] = MappingProxyType(
     {
         **{"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0},
         **{"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q2_K": _q2_k, "Q3_K": _q3_k},
         **{"IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4},
-        **{"TQ1_0": _tq1_0, "TQ2_0": _tq2_0},
+        **{"TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "NVFP4": _nvfp4, "IQ1_S": _iq1_s, "IQ1_M": _iq1_m},
+        **{"IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s},
+        **{"IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s},
     }
 )
 _ELEMENTS_AT_ONCE = 1 << 21  # bounds the scratch of decoding, near the caches' size

@@ -34,5 +34,13 @@ BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
         "TQ1_0": BlockKind(4, 256, False, False),
         "TQ2_0": BlockKind(4, 256, False, False),
         "MXFP4": BlockKind(8, 32, False, True),
+        "IQ1_S": BlockKind(4, 32, True, True),
+        "IQ1_M": BlockKind(4, 16, True, True),
+        "IQ2_XXS": BlockKind(8, 32, False, True),
+        "IQ2_XS": BlockKind(8, 16, False, True),
+        "IQ2_S": BlockKind(8, 16, False, True),
+        "IQ3_XXS": BlockKind(8, 32, False, True),
+        "IQ3_S": BlockKind(4, 32, True, True),
+        "NVFP4": BlockKind(8, 16, False, False),
     }
 )

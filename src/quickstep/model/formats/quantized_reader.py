@@ -108,14 +108,16 @@ class QuantizedReader:
     def _decoded(self, name: str) -> QuantizedWeight:
         """The quantized values of a matrix, its rows as the file has them."""
         shape = self._shapes[name]
+        rows = self._storage.rows(name, shape, self._reader)
         # Imported here: both need torch.
         if self._storage.name == "gguf":
             from quickstep.model.formats.gguf_blocks import decode_blocks
 
-            return decode_blocks(self._reader.stored_as(name), self._reader.raw(name), shape)
+            raw = self._reader.raw(name)
+            decoded = decode_blocks(self._reader.stored_as(name), raw, shape)
+            return replace(decoded, scales=decoded.scales * rows.factor)
         from quickstep.model.formats.stored_values import decode_rows
 
-        rows = self._storage.rows(name, shape, self._reader)
         weight = decode_rows(rows, shape[1], torch_device(self._reader.device))
         assert isinstance(weight, QuantizedWeight)
         return weight

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quickstep.errors import ConfigError
+from quickstep.ops.block_grids import block_grid
 from quickstep.ops.native.library import QuantizeCall, QuantizedWeightCall, raise_for_status
 from quickstep.ops.tensors import (
     BFLOAT16,
@@ -226,6 +227,8 @@ _LOADED_KINDS: Mapping[str, int] = MappingProxyType(
         **{"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7},
         **{"Q6_K": 8, "Q4_1": 9, "Q5_0": 10, "Q5_1": 11, "Q2_K": 12, "Q3_K": 13},
         **{"IQ4_NL": 14, "IQ4_XS": 15, "TQ1_0": 16, "TQ2_0": 17, "MXFP4": 18},
+        **{"IQ1_S": 19, "IQ1_M": 20, "IQ2_XXS": 21, "IQ2_XS": 22, "IQ2_S": 23, "IQ3_XXS": 24},
+        **{"IQ3_S": 25, "NVFP4": 26},
         **{"U8": 64, "I4": 65, "U4": 66, "LEVELS": 67, "LEVELS_HIGH": 68, "E4M3": 69},
     }
 )
@@ -245,6 +248,14 @@ _FORMS = {
     "TQ1_0": _Form(4, 256, False),
     "TQ2_0": _Form(4, 256, False),
     "MXFP4": _Form(8, 32, False),
+    "IQ1_S": _Form(4, 32, True),
+    "IQ1_M": _Form(4, 16, True),
+    "IQ2_XXS": _Form(8, 32, False),
+    "IQ2_XS": _Form(8, 16, False),
+    "IQ2_S": _Form(8, 16, False),
+    "IQ3_XXS": _Form(8, 32, False),
+    "IQ3_S": _Form(4, 32, True),
+    "NVFP4": _Form(8, 16, False),
 }
 
 
@@ -289,6 +300,7 @@ class _FileRows(ctypes.Structure):
         ("zeros", c_void_p),
         ("order", c_void_p),
         ("levels", c_void_p),
+        ("factor", c_double),
         ("content", c_void_p),
     )
 
@@ -402,12 +414,14 @@ def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
                 descriptors[rows.file] = file.fileno()
             part.fd = descriptors[rows.file]
             part.offset, part.first_row, part.num_rows = rows.offset, rows.first_row, rows.num_rows
-            part.kind, part.head_size = _LOADED_KINDS[rows.kind or stored.kind], rows.head_size
+            kind = rows.kind or stored.kind
+            part.kind, part.head_size = _LOADED_KINDS[kind], rows.head_size
             part.layout, part.stored_rows = _LAYOUTS[rows.layout], rows.stored_rows
             if rows.scales is not None:
                 part.num_groups = rows.scales.shape[1]
             part.scales, part.zeros = _address(rows.scales), _address(rows.zeros)
-            part.order, part.levels = _address(rows.order), _address(rows.levels)
+            part.order, part.factor = _address(rows.order), rows.factor
+            part.levels = _address(block_grid(kind) if rows.levels is None else rows.levels)
         yield parts
 
 

@@ -3,8 +3,9 @@
 llguidance says what may come next, not how far the end is, so `ClosingSearch` looks for it: a
 shortest-first search over texts, on a copy of a matcher. It goes byte by byte, takes what is
 forced at once, closes strings as soon as it may and tries few of the many characters inside one;
-states that allow the same and are equally far count as one. Then the text is spelled in the fewest
-tokens. What it finds is a way to the end, if not always the shortest.
+states that allow the same and are equally far count as one, but for the character that a string
+ends with. Then the text is spelled in the fewest tokens. What it finds is a way to the end, if not
+always the shortest.
 
 The matcher is one over bytes (`byte_tokens`), whatever the model's vocabulary: a state then costs
 the same for every model. A search that knows an ending from an earlier state looks only for a way
@@ -51,6 +52,7 @@ _TRIED_IN_PIECES = 8192  # bytes of known endings, for an ending of pieces
 _MAX_PIECES = 96  # of an ending
 _NEAR = 64  # bytes at the beginning of a known ending among which any place is tried
 _FIRST_LOOK = 8  # bytes by which most wrong places show
+_MAX_WALKED = 128 * 1024  # bytes of all paths of a search; those that find an end take 16,000
 _KEPT_COUNTS = 4096  # of tokens for pieces of text
 
 
@@ -274,6 +276,7 @@ class _Walker:
         self.matcher = matcher.deep_copy()
         self._vocabulary = vocabulary
         self._path = ""
+        self.num_walked = 0  # bytes, each some 700 nanoseconds
 
     @property
     def is_lost(self) -> bool:
@@ -316,6 +319,7 @@ class _Walker:
     def _advance(self, more: str) -> int:
         if not more:
             return 0
+        self.num_walked += len(more)
         taken: int = self.matcher.try_consume_tokens(self._vocabulary.byte_ids(more))
         return taken
 
@@ -401,11 +405,13 @@ class ClosingSearch:
         found: list[GrammarEnding] = []
         found_cost = 0  # of the first
         waiting = [_State(0, 0, 0, "", _Progress())]
-        seen: set[tuple[bytes, _Progress]] = set()
+        seen: set[tuple[bytes, _Progress, str]] = set()
         first_costs = _FirstCosts()
         number = 0
         for _ in range(self._max_states):
             if not waiting or (found and waiting[0].cost > found_cost + _LONGER):
+                break
+            if walker.num_walked > _MAX_WALKED:
                 break
             state = heapq.heappop(waiting)
             if not walker.go(state.path):
@@ -426,14 +432,14 @@ class ClosingSearch:
             mask = matcher.compute_bitmask()
             if matcher.is_error():
                 break
-            key = (mask, progress)
+            allowed = self._allowed(mask)
+            key = (mask, progress, _sample_at_end(state.path, allowed))
             first_costs.add(progress.num_begun, state.cost)
             is_late = first_costs.is_late(progress.num_begun, state.cost, late)
             if key in seen or (is_late and not is_greedy):
                 continue
             seen.add(key)
             forced = matcher.compute_ff_bytes()
-            allowed = self._allowed(mask)
             if self._known:
                 joined = self._joined(walker, state.path, allowed, forced)
                 if joined is not None:
@@ -552,6 +558,14 @@ def _samples(allowed: int) -> list[str]:
     ends = [sign for sign in signs if ord(sign) not in _SAMPLES] if len(signs) <= _FEW else []
     found = [chr(byte) for byte in _SAMPLES if allowed >> byte & 1]
     return [*found, *ends] or _characters(allowed)[:1]
+
+
+def _sample_at_end(path: str, allowed: int) -> str:
+    """The sample that a string ends with which may not end yet: a pattern may need one of them
+    somewhere, and allow the same before and after it.
+    """
+    is_open = allowed.bit_count() > _MANY and not allowed >> _QUOTE & 1
+    return path[-1] if is_open and path and ord(path[-1]) in _SAMPLES else ""
 
 
 def _places(known: str, allowed: int, forced: bytes) -> Iterator[int]:

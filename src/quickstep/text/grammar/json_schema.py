@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 
+from quickstep.errors import RequestError
 from quickstep.text.grammar.patterns import PatternWriter
 from quickstep.text.grammar.schema_logic import (
     ALL_TYPES,
@@ -82,7 +83,9 @@ _APPLICATORS = frozenset(
     )
 )
 _NEUTRAL = frozenset(("deprecated", "contentSchema", "$vocabulary", "$dynamicAnchor"))
-_OLD_DRAFT = re.compile(r"http://json-schema\.org/draft-0[4-7]/schema")
+_OLD_DRAFT = re.compile(r"http://json-schema\.org/draft-0[3-7]/schema")
+_DRAFT_3 = re.compile(r"https?://json-schema\.org/draft-03/(?:hyper-)?schema")
+_OF_DRAFT_3 = ("extends", "disallow", "divisibleBy")
 # A draft by any of the spellings that schemas have: with https, with a hyphen, without the `#`.
 _DRAFT = re.compile(r"https?://json-schema[.-]org/(draft-0[4-7]|draft/20[0-9-]+)/(?:hyper-)?schema")
 _ANY_DRAFT = re.compile(r"https?://json-schema\.org/(?:hyper-)?schema#?")  # that is, the latest one
@@ -174,12 +177,15 @@ class _Rewriting:
         self._root = root
         # up to draft 7 what is next to a reference is ignored
         self._ref_is_alone = _OLD_DRAFT.match(str(root.get("$schema"))) is not None
+        self._is_draft_3 = _DRAFT_3.match(str(root.get("$schema"))) is not None
         self._loosened: set[str] = set()
         self._moved: dict[str, str] = {}  # the definitions of references to other places
         # those of a reference's target with more that must hold, by their text, and by name
         self._derived: dict[str, str] = {}
         self._targets: dict[str, dict[str, Any]] = {}
         self._circles: dict[str, bool] = {}
+        names = (root.get("$id"), root.get("id"))
+        self._own_names = {name.rstrip("#") for name in names if isinstance(name, str)}
 
     def rewritten(self) -> RewrittenSchema:
         """The complete schema."""
@@ -289,6 +295,8 @@ class _Rewriting:
 
     def _reference(self, reference: str) -> str:
         """A reference, also to a place that is rewritten: such a target becomes a definition."""
+        if reference.rstrip("#") in self._own_names:
+            return "#"
         if reference == "#" or _DEFINITION.fullmatch(reference):
             return reference
         if not isinstance(self._logic.resolved(reference), dict):
@@ -303,6 +311,8 @@ class _Rewriting:
         if self._ref_is_alone and "$ref" in schema:
             kept = ("$ref", "$defs", "definitions", "$schema", "$id", "x-guidance")
             return {key: value for key, value in schema.items() if key in kept}
+        if self._is_draft_3:
+            schema = _from_draft_3(schema)
         schema = with_known_draft(schema)
         schema = _without_neutral(schema)
         schema = _with_calendar(schema)
@@ -615,6 +625,29 @@ def with_known_draft(schema: dict[str, Any]) -> dict[str, Any]:
         else f"https://json-schema.org/{draft}/schema"
     )
     return {**schema, "$schema": known}
+
+
+def _from_draft_3(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the names of required properties, which said so themselves. Raises
+    RequestError for what has no keyword today.
+    """
+    for keyword in _OF_DRAFT_3:
+        if keyword in schema:
+            raise RequestError(
+                f"grammar has {keyword} of JSON Schema's draft 3, which is not supported; write it "
+                "as a later draft does",
+                param="grammar",
+            )
+    found = _without(schema, "required") if isinstance(schema.get("required"), bool) else schema
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or isinstance(found.get("required"), list):
+        return found
+    names = [
+        name
+        for name, inner in properties.items()
+        if isinstance(inner, dict) and inner.get("required") is True
+    ]
+    return {**found, "required": names} if names else found
 
 
 def _without_neutral(schema: dict[str, Any]) -> dict[str, Any]:

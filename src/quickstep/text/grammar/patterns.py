@@ -1,5 +1,6 @@
-"""Regular expressions of JSON schemas, which are ECMA-262's, in the syntax of Rust that llguidance
-reads; what Rust's lacks is written out: look-ahead, and the texts that a pattern does not match.
+r"""Regular expressions of JSON schemas, which are ECMA-262's, in the syntax of Rust that llguidance
+reads; what Rust's or llguidance lacks is written out: look-ahead, word boundaries, and the texts
+that a pattern does not match.
 
 A pattern becomes a language: sets of characters, joined, chosen, repeated, intersected, negated.
 Its derivatives (Brzozowski 1964) are the states of an automaton, whose states are eliminated one by
@@ -7,7 +8,11 @@ one until a regular expression is left. A text is framed by two marks, which `^`
 
     (?!x)y    not(x ANY*) and y
 
-Engines differ in what `\\w`, `\\d`, `\\s`, `.` and `$` match beyond ASCII and at line ends. What
+A word boundary is written out in the pattern itself, which may count far:
+
+    x\by      x that ends in a letter, y that does not begin with one, or the other way round
+
+Engines differ in what `\w`, `\d`, `\s`, `.` and `$` match beyond ASCII and at line ends. What
 is written out here matches no text on which they differ, so the output is valid for all of them.
 
 Called by `json_schema` and `schema_logic`. Work and size are bounded; beyond that the result is
@@ -16,9 +21,10 @@ None, and llguidance refuses the pattern by its name.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,6 +43,8 @@ _OPPOSITE: dict[Mode, Mode] = {"fewest": "most", "most": "fewest", "exact": "exa
 
 _LOOKS = re.compile(r"\(\?<?[=!]")
 _QUANTIFIER = re.compile(r"\{(\d+)(,?)(\d*)\}")
+_BOUNDARY = re.compile(r"(?:^|[^\\])(?:\\\\)*\\[bB]")
+_MAX_BOUNDARIES = 6
 _RUST_ESCAPE = re.compile(r"\\[xupP]\{\w+\}")
 _SET_OPERATIONS = ("&&", "--", "~~")
 
@@ -58,6 +66,8 @@ class PatternWriter:
         """Patterns in Rust's syntax that a text has to match all, so that it matches `pattern`; ()
         if no text does. llguidance reads anchors at the ends of a pattern only.
         """
+        if _BOUNDARY.search(pattern):
+            return (self._without_boundaries(pattern) or pattern,)
         if not _LOOKS.search(pattern):
             inner = self.common([pattern], []) if _has_inner_anchor(pattern) else None
             return (in_rust(pattern),) if inner is None else (inner,) if inner else ()
@@ -67,6 +77,19 @@ class PatternWriter:
             written = tuple(other for other in found if other)
             return (*written, in_rust(rest)) if len(written) == len(found) else (pattern,)
         return (self.common([pattern], [], "fewest") or pattern,)
+
+    def _without_boundaries(self, pattern: str) -> str | None:
+        """None where a boundary cannot be written out."""
+        try:
+            syntax = _Parser(pattern).parsed()
+            ways = syntax.ways if isinstance(syntax, _Choice) else (syntax,)
+            found = [text for way in ways for text in _texts_at_boundaries(way)]
+        except (_Unknown, RecursionError):
+            return None
+        self._count(sum(map(len, found)) // _WORK_PER_STEP)
+        if not found or sum(map(len, found)) > _MAX_LENGTH:
+            return None
+        return f"^(?:{'|'.join(found)})$"
 
     def other(self, pattern: str) -> str | None:
         """A pattern of the texts that `pattern` does not match; None if it cannot be written out,
@@ -268,6 +291,12 @@ class _Anchor(msgspec.Struct, frozen=True):
     is_end: bool
 
 
+class _Boundary(msgspec.Struct, frozen=True):
+    """`\\b`, or `\\B`, which is none."""
+
+    is_negated: bool
+
+
 class _Join(msgspec.Struct, frozen=True):
     """One after the other."""
 
@@ -295,11 +324,11 @@ class _Look(msgspec.Struct, frozen=True):
     is_negated: bool
 
 
-_Syntax = _Chars | _Dot | _Anchor | _Join | _Choice | _Repeat | _Look
+_Syntax = _Chars | _Dot | _Anchor | _Boundary | _Join | _Choice | _Repeat | _Look
 
 
 class _Parser:
-    """Reads one pattern; raises _Unknown for what is not read here (`\\b`, references, ...)."""
+    """Reads one pattern; raises _Unknown for what is not read here (references, ...)."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -354,11 +383,11 @@ class _Parser:
                 self._place += len(quantifier[0]) - 1
                 low = int(quantifier[1])
                 high = int(quantifier[3]) if quantifier[3] else None if quantifier[2] else low
-                if low > _MAX_UNROLLED or (high or 0) > _MAX_UNROLLED or (high or low) < low:
+                if (low if high is None else high) < low:
                     raise _Unknown
             case _:
                 return part
-        if isinstance(part, _Anchor | _Look):
+        if isinstance(part, _Anchor | _Look | _Boundary):
             raise _Unknown
         self._take()
         if self._peek() == "?":  # a lazy one matches the same texts
@@ -401,8 +430,10 @@ class _Parser:
             raise _Unknown
         return inner if look is None else _Look(inner, look)
 
-    def _escape(self) -> _Chars:
+    def _escape(self) -> _Chars | _Boundary:
         character = self._take()
+        if character in "bB":
+            return _Boundary(character == "B")
         if character in "dwsDWS":
             return _Chars((), character)
         return _Chars(_of_text(self._escaped(character)))
@@ -549,6 +580,122 @@ def _has_character(syntax: _Syntax) -> bool:
         case _Repeat(part, low):
             return low > 0 and _has_character(part)
     return False
+
+
+# -- word boundaries ------------------------------------------------------------------------------
+
+# Beyond ASCII engines differ in what a letter of a word is, so no boundary is there.
+_NO_WORD: Ranges = _others(_WORD, 0x7F)
+_ANYTHING = _Repeat(_Chars(_CHARACTERS), 0, None)
+
+
+def _texts_at_boundaries(syntax: _Syntax) -> Iterator[str]:
+    """A way through a pattern without its boundaries, of complete texts. Raises _Unknown."""
+    parts = [*syntax.parts] if isinstance(syntax, _Join) else [syntax]
+    parts = parts[1:] if parts[:1] == [_Anchor(False)] else [_ANYTHING, *parts]
+    parts = parts[:-1] if parts[-1:] == [_Anchor(True)] else [*parts, _ANYTHING]
+    places = [place for place, part in enumerate(parts) if isinstance(part, _Boundary)]
+    if len(places) > _MAX_BOUNDARIES:
+        raise _Unknown
+    starts, ends = [0, *(place + 1 for place in places)], [*places, len(parts)]
+    pieces = [_Join(tuple(parts[a:b])) for a, b in zip(starts, ends, strict=True)]
+    if any(map(_is_optional, pieces[1:-1])):
+        raise _Unknown
+    sides = []
+    for place in places:
+        first, second = _WORD, _NO_WORD
+        if parts[place] == _Boundary(True):
+            sides.append(((first, first), (second, second)))
+        else:
+            sides.append(((first, second), (second, first)))
+    for chosen in itertools.product(*sides):
+        found = []
+        for number, piece in enumerate(pieces):
+            bounded: _Syntax | None = piece
+            is_outside = number in (0, len(pieces) - 1) and _is_optional(piece)
+            if number > 0:
+                after = chosen[number - 1][1]
+                bounded = _beginning_in(piece, after)
+                is_outside &= number < len(pieces) - 1 or after == _NO_WORD
+            if number < len(chosen) and bounded is not None:
+                before = chosen[number][0]
+                bounded = _reversed(_beginning_in(_reversed(bounded), before))
+                is_outside &= number > 0 or before == _NO_WORD
+            if bounded is None and not is_outside:
+                break
+            text = "" if bounded is None else _written(bounded).in_brackets()
+            found.append(f"(?:{text})?" if is_outside and text else text)
+        else:
+            yield "".join(found)
+
+
+def _beginning_in(syntax: _Syntax, ranges: Ranges) -> _Syntax | None:
+    """The texts of a piece that begin with one of these characters; None if there are none."""
+    match syntax:
+        case _Chars() | _Dot():
+            others = _union([*_others(syntax.of("exact")), *_others(ranges)])
+            return None if others == _CHARACTERS else _Chars(_others(others))
+        case _Choice(ways):
+            return _choice_of([_beginning_in(way, ranges) for way in ways])
+        case _Join(parts):
+            found = []
+            for place, part in enumerate(parts):
+                first = _beginning_in(part, ranges)
+                rest = parts[place + 1 :]
+                found.append(None if first is None else _Join((first, *rest)))
+                if not _is_optional(part):
+                    break
+            return _choice_of(found)
+        case _Repeat(part, low, high):
+            first = None if high == 0 else _beginning_in(part, ranges)
+            more = _Repeat(part, max(low - 1, 0), None if high is None else high - 1)
+            return None if first is None else _Join((first, more))
+    raise _Unknown
+
+
+def _choice_of(ways: Iterable[_Syntax | None]) -> _Syntax | None:
+    found = [way for way in ways if way is not None]
+    return found[0] if len(found) == 1 else _Choice(tuple(found)) if found else None
+
+
+def _reversed(syntax: _Syntax | None) -> Any:
+    """The same texts backwards."""
+    match syntax:
+        case _Choice(ways):
+            return _Choice(tuple(map(_reversed, ways)))
+        case _Join(parts):
+            return _Join(tuple(map(_reversed, reversed(parts))))
+        case _Repeat(part, low, high):
+            return _Repeat(_reversed(part), low, high)
+    return syntax
+
+
+def _is_optional(syntax: _Syntax) -> bool:
+    """Whether the empty text is one of its texts."""
+    match syntax:
+        case _Choice(ways):
+            return any(map(_is_optional, ways))
+        case _Join(parts):
+            return all(map(_is_optional, parts))
+        case _Repeat(part, low):
+            return low == 0 or _is_optional(part)
+    return False
+
+
+def _written(syntax: _Syntax) -> _Text:
+    """A piece in Rust's syntax. Raises _Unknown for anchors, boundaries and look-aheads."""
+    match syntax:
+        case _Chars() | _Dot():
+            return _Text.of_characters(syntax.of("exact"))
+        case _Choice(ways):
+            return _Text("|".join(_written(way).text for way in ways), is_choice=True)
+        case _Join(parts):
+            return _Text("".join(_written(part).in_brackets() for part in parts))
+        case _Repeat(part, low, high):
+            count = f"{{{low},{'' if high is None else high}}}"
+            count = {"{0,}": "*", "{1,}": "+", "{0,1}": "?"}.get(count, count)
+            return _Text(f"(?:{_written(part).text}){count}")
+    raise _Unknown
 
 
 # -- languages ------------------------------------------------------------------------------------
@@ -739,9 +886,13 @@ class _Languages:
                 return self.all_of([self.other(inner) if is_negated else inner, then])
             case _Repeat():
                 return self._of_repeat(syntax, then, mode)
+            case _Boundary():
+                raise _Unknown
 
     def _of_repeat(self, repeat: _Repeat, then: int, mode: Mode) -> int:
         part, low, high = repeat.part, repeat.low, repeat.high
+        if max(low, high or 0) > _MAX_UNROLLED:
+            raise _Unknown
         if not _has_look(part):
             once = self.of_syntax(part, self.empty, mode)
             if high is None:
