@@ -200,6 +200,31 @@ def test_names_cannot_leave_the_directory(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == [directory]
 
 
+def test_blocks_are_saved_when_they_are_computed(tmp_path: Path) -> None:
+    """They are found from the plan of their step on, which is before their content is there."""
+    expected: list[Delta] = []
+
+    async def save(engine: Engine) -> None:
+        computing = asyncio.create_task(all_of(engine))
+        while True:
+            try:
+                await engine.save_slot("talk.bin", "", SALT, PROMPT)
+                break
+            except EngineError as error:
+                assert "is cached" in str(error)
+            await asyncio.sleep(0)
+        expected.extend(await computing)
+
+    async def restore(engine: Engine) -> None:
+        restored = await engine.restore_slot("talk.bin", SALT)
+        answer = await all_of(engine)
+        assert num_cached(answer) == len(restored.token_ids) > 0
+        assert content(answer) == content(expected)
+
+    run(save, engine_for(tmp_path))
+    run(restore, engine_for(tmp_path))
+
+
 def test_a_prefix_that_was_evicted_is_not_saved(tmp_path: Path) -> None:
     async def test(engine: Engine) -> None:
         await all_of(engine)

@@ -161,10 +161,10 @@ def test_blocks_are_filled_when_no_step_in_flight_writes_to_them() -> None:
     driver.scheduler.abort("aborted", 0.0)
     order = driver.transfers.begin_receiving("r", ChainRoot("", "salt"), PROMPT)
     assert order is not None and set(order.block_ids) & set(plan.rows[0].new_block_ids)
-    assert not driver.transfers.may_fill(order)
+    assert not driver.transfers.are_over(order.step_id)
     outputs = tuple(RowOutput((7,)) for _ in plan.rows)
     driver.scheduler.commit(plan, StepResult(plan.step_id, outputs, 0.01), 0.01)
-    assert driver.transfers.may_fill(order)
+    assert driver.transfers.are_over(order.step_id)
     driver.scheduler.end_receiving("r", 0.01)
 
 

@@ -53,7 +53,8 @@ class SendOrder(msgspec.Struct, frozen=True):
 
 class ReceiveOrder(msgspec.Struct, frozen=True):
     """Where the prompt blocks of a request go, from block `first` on; the ones before are here.
-    Steps before `step_id` may still write to them (`KVTransfers.may_fill`).
+    Steps before `step_id` may still write to them (`KVTransfers.are_over`): those of a sequence
+    that was aborted meanwhile.
     """
 
     first: int
@@ -62,10 +63,13 @@ class ReceiveOrder(msgspec.Struct, frozen=True):
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
-    """The blocks with the longest cached prefix of some tokens, and their content."""
+    """The blocks with the longest cached prefix of some tokens, and their content, which steps
+    before `step_id` may still write (`KVTransfers.are_over`).
+    """
 
     block_ids: tuple[int, ...]
     content: tuple[BlockKey, ...]
+    step_id: int
 
 
 class _Sending(msgspec.Struct):
@@ -104,7 +108,7 @@ class KVTransfers(Resource):
         digests: list[bytes] = []
         pool.extend_digests(digests, root, token_ids, len(token_ids) // pool.block_size)
         hits = pool.lookup(root, token_ids, digests).block_ids
-        return CachedPrefix(hits, tuple(map(pool.key_of, hits)))
+        return CachedPrefix(hits, tuple(map(pool.key_of, hits)), self._steps.next_id)
 
     def has_content(self, prefix: CachedPrefix) -> bool:
         """Whether the blocks have kept their content until now."""
@@ -142,11 +146,9 @@ class KVTransfers(Resource):
         self._receiving[request_id] = arriving
         return ReceiveOrder(len(hits), arriving.fresh, self._steps.next_id)
 
-    def may_fill(self, order: ReceiveOrder) -> bool:
-        """Whether no step in flight writes to the blocks of an order any more: those of a sequence
-        that was aborted meanwhile did.
-        """
-        return self._steps.are_over_before(order.step_id)
+    def are_over(self, step_id: int) -> bool:
+        """Whether no step before this one is in flight, which might write to blocks."""
+        return self._steps.are_over_before(step_id)
 
     def received(self, request_id: str, num_blocks: int) -> None:
         """The next so many blocks have their content: sequences may use them."""

@@ -76,7 +76,7 @@ class EngineTransfers:
         waiting = self._unbegun
         self._unbegun = []
         for order, answer in waiting:
-            if order is None or self._transfers.may_fill(order):
+            if order is None or self._transfers.are_over(order.step_id):
                 answer.set_result(order)
             else:
                 self._unbegun.append((order, answer))

@@ -91,7 +91,7 @@ class SlotFiles:
         self._arriving: set[asyncio.Task[int]] = set()
         self._saving = asyncio.Lock()
         self._changed: Callable[[], None] = lambda: None
-        self._unbegun: list[tuple[ReceiveOrder, asyncio.Future[None]]] = []
+        self._unbegun: list[tuple[int, asyncio.Future[None]]] = []
 
     @staticmethod
     def open(
@@ -117,14 +117,14 @@ class SlotFiles:
         self._changed = changed
 
     def follow_steps(self) -> None:
-        """Let restores begin to whose blocks no step in flight writes any more."""
-        for order, may_begin in self._unbegun:
-            if self._transfers.may_fill(order) and not may_begin.done():
+        """Let copies begin to whose blocks no step in flight writes any more."""
+        for step_id, may_begin in self._unbegun:
+            if self._transfers.are_over(step_id) and not may_begin.done():
                 may_begin.set_result(None)
         self._unbegun = [entry for entry in self._unbegun if not entry[1].done()]
 
     def close(self) -> None:
-        """No step follows: restores that have not begun end."""
+        """No step follows: copies that have not begun end."""
         for _, may_begin in self._unbegun:
             if not may_begin.done():
                 may_begin.set_exception(EngineError("the engine was stopped"))
@@ -157,6 +157,7 @@ class SlotFiles:
         header = SlotHeader(
             self._identity, self._blocks.num_bytes, adapter, tokens, self._content(root, tokens)
         )
+        await self._steps_are_over(prefix.step_id)  # blocks are found from their plan on
         path = self._directory / filename
         unchecked = path.with_name(f".{filename}.unchecked")
         try:
@@ -221,7 +222,7 @@ class SlotFiles:
         """Fill the blocks of an order, and let them be found; how many of them."""
         num_filled = 0
         try:
-            await self._steps_are_over(order)
+            await self._steps_are_over(order.step_id)
             first_byte = start + order.first * (self._blocks.num_bytes + _CHECKSUM.size)
             num_filled = await asyncio.to_thread(self._fill, filename, first_byte, order.block_ids)
             self._transfers.received(name, num_filled)
@@ -230,10 +231,11 @@ class SlotFiles:
             self._changed()
         return num_filled
 
-    async def _steps_are_over(self, order: ReceiveOrder) -> None:
-        if not self._transfers.may_fill(order):
+    async def _steps_are_over(self, step_id: int) -> None:
+        """Wait until no step before this one may write to blocks."""
+        if not self._transfers.are_over(step_id):
             may_begin: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._unbegun.append((order, may_begin))
+            self._unbegun.append((step_id, may_begin))
             await may_begin
 
     def _read_header(self, filename: str) -> tuple[SlotHeader, int]:
