@@ -214,6 +214,7 @@ class FairOrder(PriorityOrder):
         self._reserved_s: dict[str, float] = {}  # by sequence id
         self._floor_s = 0.0
         self._num_live = 0
+        self._live_weight = 0.0  # of the tenants with requests
         self._last_tenant: str | None = None
         self._shared_until_s = -math.inf
 
@@ -277,8 +278,7 @@ class FairOrder(PriorityOrder):
         taken to be one of two.
         """
         tenant = self._tenants[self.queue_of(request)]
-        live = [other for other in self._tenants.values() if other.num_live]
-        weight = max(sum([other.weight for other in live]), 2.0 * tenant.weight)
+        weight = max(self._live_weight, 2.0 * tenant.weight)
         return tenant.num_live * weight >= self._num_live * tenant.weight
 
     def added(self, sequence: Sequence) -> None:
@@ -297,6 +297,7 @@ class FairOrder(PriorityOrder):
         if self._last_tenant not in (None, name) or tenant.num_live < self._num_live:
             self._shared_until_s = sequence.arrival_s + _SHARED_S
         self._last_tenant = name
+        self._live_weight += weight - (tenant.weight if tenant.num_live else 0.0)
         tenant.weight = weight
         tenant.num_live += 1
         self._num_live += 1
@@ -336,7 +337,10 @@ class FairOrder(PriorityOrder):
         tenant = self._of(sequence)
         tenant.num_live -= 1
         self._num_live -= 1
+        if not tenant.num_live:
+            self._live_weight -= tenant.weight
         if not self._num_live:
+            self._live_weight = 0.0  # without the errors of sums
             self._floor_s = max(self._floor_s, tenant.virtual_s)
 
     def _of(self, sequence: Sequence) -> _Tenant:

@@ -115,6 +115,7 @@ class StepDraft(msgspec.Struct):
         num_tokens_left: How many tokens it may still take.
         setup_us: What setting up the admitted sequences costs.
         limit_s: How long the step may take, if rows above their tenant's part are in it.
+        crowded_limit_s: The same, for prompts of tenants that have many; None if not known yet.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
         min_prefill: Tokens that drafts have left for prefill.
         may_speculate: Whether a row is of a request that allows drafts.
@@ -129,6 +130,7 @@ class StepDraft(msgspec.Struct):
     grouped_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
     limit_s: float | None = None
+    crowded_limit_s: float | None = None
     prefill_may_wait: bool = False
     min_prefill: int = 0
     may_speculate: bool = False

@@ -7,6 +7,7 @@ of the batch come last and only while the step stays short enough for the rows o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -142,10 +143,14 @@ class StepBudget:
             sequence = min(prompts, key=self._order.key, default=None)
         return sequence is None or self._order.is_crowding(sequence.request)
 
-    def _has_row_of_few(self, draft: StepDraft) -> bool:
-        """Whether a decode row of the step is of a tenant with less than its part of requests."""
-        is_crowding = self._order.is_crowding
-        return any([not is_crowding(entry.sequence.request) for entry in draft.decode])
+    def _crowded_limit_s(self, draft: StepDraft) -> float:
+        """How long the step may take with prompts of tenants that have many, if one of its rows is
+        of a tenant with less than its part of requests; infinite if none is.
+        """
+        for entry in draft.decode:
+            if not self._order.is_crowding(entry.sequence.request):
+                return _SHARED_STRETCH * self._cost_model.seconds(draft.decode_load)
+        return math.inf
 
     # -- drafts -----------------------------------------------------------------------------------
 
@@ -256,8 +261,10 @@ class StepBudget:
         if start is None:
             start = self._batch.prefill_start or 0
         limit_s, is_crowding = draft.limit_s, self._is_crowding(sequence, now)
-        if is_crowding and limit_s is None and self._has_row_of_few(draft):
-            limit_s = _SHARED_STRETCH * self._cost_model.seconds(draft.decode_load)
+        if is_crowding and limit_s is None and draft.decode:
+            if draft.crowded_limit_s is None:
+                draft.crowded_limit_s = self._crowded_limit_s(draft)
+            limit_s = draft.crowded_limit_s if draft.crowded_limit_s < math.inf else None
         return StepView(
             now=now,
             decode=draft.decode_load,

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scheduler_world import Setup, World, ask, finish
 
 from quickstep.config import PolicyName, SchedulerConfig
@@ -512,3 +514,29 @@ def test_while_tenants_share_the_device_none_waits_for_long_steps(num_outputs: i
         return max(timings.finished_s - timings.arrival_s for timings in ended[1:])
 
     assert slowest_s([*flood, *light]) <= 3.5 * slowest_s(light)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.sampled_from([0.5, 1.0, 3.0]))))
+def test_who_has_many_requests_is_counted_as_they_come_and_end(
+    events: list[tuple[str, bool, float]],
+) -> None:
+    """By the weights and numbers of those that have not ended."""
+    order = FairOrder(10.0)
+    live: dict[str, list[Sequence]] = {tenant: [] for tenant in "abc"}
+    weights: dict[str, float] = {}
+    for number, (tenant, comes, weight) in enumerate(events):
+        if comes or not live[tenant]:
+            asked = request(f"{tenant}-{number}", 4, 4, tenant=tenant, weight=weight)
+            sequence = Sequence(asked, 0, number, float(number), 0.0)
+            order.added(sequence)
+            live[tenant].append(sequence)
+            weights[tenant] = weight
+        else:
+            order.ended(live[tenant].pop())
+        total = sum(weights[one] for one in live if live[one])
+        num_live = sum(map(len, live.values()))
+        for one, sequences in live.items():
+            if sequences:
+                part = weights[one] / max(total, 2 * weights[one])
+                expected = len(sequences) >= num_live * part - 1e-9
+                assert order.is_crowding(sequences[0].request) is expected
