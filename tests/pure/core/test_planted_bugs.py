@@ -428,7 +428,10 @@ _FIRST_SEEDS = {
     "continued-by-an-older-commit": 130,
     "paused-prompt-continues": 182,
     "planned-row-preempted": 76,
+    "reader-of-a-failed-state-goes-on": 135,
     "readers-of-failed-kv-continue": 194,
+    "state-of-a-failed-row": 82,
+    "state-of-a-planned-step-is-certain": 500,
 }
 
 
