@@ -24,7 +24,7 @@ def test_parameter_count_equals_transformers(case: Case, tmp_path: Path) -> None
     config.architectures = [f"{case.family.removesuffix('Text')}ForCausalLM"]
     model = transformers.AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
-    stored = ("_correction_bias", "layer_scalar")
+    stored = ("_correction_bias", "expert_bias", "layer_scalar")
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(stored)]
     expected = model.num_parameters() + sum(buffer.numel() for buffer in buffers)
     # an indexer is not read

@@ -7,6 +7,7 @@ compiled, ids belong to a real vocabulary, every value has to travel, blocks hav
 import asyncio
 import json
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +41,12 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predic
 class DemoApi:
     """The app, its loop and its document."""
 
-    def __init__(self, runner: asyncio.Runner) -> None:
+    def __init__(self, runner: asyncio.Runner, slots: Path) -> None:
         self.runner = runner
         self.engine = RemoteEngine(
             EngineConfig(
                 load=LoadConfig(model="demo", device="cpu"),
-                cache=CacheConfig(num_blocks=400),
+                cache=CacheConfig(num_blocks=400, slot_save_path=str(slots)),
                 scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
             )
         )
@@ -92,10 +93,10 @@ def shortened(body: Any, known: Collection[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[DemoApi]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoApi]:
     """The app; the end of its tests fails where a request has left something behind."""
     with asyncio.Runner() as runner:
-        demo = DemoApi(runner)
+        demo = DemoApi(runner, tmp_path_factory.mktemp("slots"))
         yield demo
         runner.run(demo.until_idle())
         health = demo.get("/health")
