@@ -2,7 +2,7 @@
 
 Two engines of one model, each in a process with threads for all cores, as a server has them:
 
-    beside idle    output tokens per second while the other engine is in memory without requests,
+    next to idle   output tokens per second while the other engine is in memory without requests,
                    against those while it sleeps, in turns; the ratio of medians
     busy pair      both generate: tokens per second together against one engine, with threads for
                    all cores each, and with half of them each
@@ -48,7 +48,7 @@ def main() -> int:
 async def _measure(args: argparse.Namespace) -> None:
     standby = StandbyProcess()
     try:
-        await _beside_idle(args)
+        await _next_to_idle(args)
         await _busy_pair(args)
         await _wake(args, standby)
     finally:
@@ -87,21 +87,21 @@ async def _tokens_per_s(args: argparse.Namespace, *engines: RemoteEngine) -> flo
     return sum(counts) / (time.perf_counter() - since_s)
 
 
-async def _beside_idle(args: argparse.Namespace) -> None:
+async def _next_to_idle(args: argparse.Namespace) -> None:
     busy, other = _engine(args), _engine(args)
     await _open(busy, other)
     alone: list[float] = []
-    beside: list[float] = []
+    next_to_idle: list[float] = []
     for _ in range(args.rounds):
-        beside.append(await _tokens_per_s(args, busy))
+        next_to_idle.append(await _tokens_per_s(args, busy))
         await other.sleep()
         alone.append(await _tokens_per_s(args, busy))
         await other.wake()
         await _tokens_per_s(args, other)  # it has run, and has threads
     await _stop(busy, other)
     _print("one engine, the other asleep", alone, "tokens/s")
-    _print("one engine, the other idle", beside, "tokens/s")
-    print(f"{'ratio':<44}{statistics.median(beside) / statistics.median(alone):8.3f}")
+    _print("one engine, the other idle", next_to_idle, "tokens/s")
+    print(f"{'ratio':<44}{statistics.median(next_to_idle) / statistics.median(alone):8.3f}")
 
 
 async def _busy_pair(args: argparse.Namespace) -> None:

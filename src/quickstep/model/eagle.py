@@ -30,15 +30,15 @@ from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.drafting_layer import DraftingLayer
 from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.model.spec import parse_spec, read_config
 from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable
-from quickstep.ops.tensors import AnyTensor, Device, HostTensor
+from quickstep.ops.tensors import AnyTensor, HostTensor
 from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _NUM_AUX_LAYERS = 3
@@ -104,7 +104,7 @@ class EagleWeights(msgspec.Struct, frozen=True):
     target_ids: npt.NDArray[np.int64] | None
 
 
-class EagleModel:
+class EagleModel(DraftingLayer):
     """An EAGLE layer; see `model.interface.FeatureModel`."""
 
     def __init__(
@@ -116,12 +116,10 @@ class EagleModel:
         ops: OpTable,
         max_model_len: int,
     ) -> None:
+        super().__init__(target, ops, max_model_len)
         self._spec = spec
         self._weights = weights
-        self._target = target
         self._rope = rope
-        self._ops = ops
-        self._max_model_len = max_model_len
         self._attention = AttentionParams(spec.decoder.attention_scale, None, None)
         self.name = "eagle3" if spec.is_fused else "eagle"
         self.aux_layers = spec.aux_layers
@@ -137,11 +135,6 @@ class EagleModel:
         """The packed weights."""
         return self._weights
 
-    @property
-    def ops(self) -> OpTable:
-        """What it computes with."""
-        return self._ops
-
     def with_ops(self, ops: OpTable) -> EagleModel:
         """The same model and weights on another op table, which must read these weights."""
         target = self._target.with_ops(ops)
@@ -152,31 +145,6 @@ class EagleModel:
         """What to allocate."""
         dtype = self._weights.post_attention_layernorm.dtype
         return KVLayout(self._spec.decoder.kv_groups, dtype)
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target, whose token ids are its inputs."""
-        return self._target.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence, in tokens."""
-        return self._max_model_len
-
-    @property
-    def device(self) -> torch.device | Device:
-        """Where weights and KV live."""
-        return self._target.device
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the target: drafts change no output."""
-        return self._target.fingerprint
-
-    @property
-    def exact(self) -> bool:
-        """Whether a row's bits never depend on its batch."""
-        return True
 
     @property
     def feature_sizes(self) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from quickstep.model.checkpoint.weights import CheckpointWeights, open_weights
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
+from quickstep.model.drafting_layer import DraftingLayer
 from quickstep.model.formats.fused_experts import one_by_one
 from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.layers.interface import LayerStep
@@ -37,13 +38,12 @@ from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.model.sharding import Shard
 from quickstep.model.sizing import tensor_bytes
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable
-from quickstep.ops.tensors import AnyTensor, Device
+from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
     from torch import Tensor
 
 
@@ -100,7 +100,7 @@ class MtpWeights(msgspec.Struct, frozen=True):
     norm: AnyTensor
 
 
-class MtpModel:
+class MtpModel(DraftingLayer):
     """A prediction layer; see `model.interface.FeatureModel`."""
 
     name = "mtp"
@@ -116,12 +116,10 @@ class MtpModel:
         ops: OpTable,
         max_model_len: int,
     ) -> None:
+        super().__init__(target, ops, max_model_len)
         self._spec = spec
         self._weights = weights
-        self._target = target
         self._ropes = ropes
-        self._ops = ops
-        self._max_model_len = max_model_len
         of_decoder = DecoderWeights(None, (weights.layer,), weights.norm, None)
         self._stack = build_layers(spec.decoder, of_decoder, ops, Shard())
 
@@ -129,11 +127,6 @@ class MtpModel:
     def spec(self) -> MtpSpec:
         """What it computes."""
         return self._spec
-
-    @property
-    def ops(self) -> OpTable:
-        """What it computes with."""
-        return self._ops
 
     def with_ops(self, ops: OpTable) -> MtpModel:
         """The same model and weights on another op table, which must read these weights."""
@@ -144,31 +137,6 @@ class MtpModel:
     def kv_layout(self) -> KVLayout:
         """What to allocate."""
         return KVLayout(self._spec.decoder.kv_groups, self._weights.norm.dtype)
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target, whose token ids are its inputs."""
-        return self._target.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence, in tokens."""
-        return self._max_model_len
-
-    @property
-    def device(self) -> torch.device | Device:
-        """Where weights and KV live."""
-        return self._target.device
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the target: drafts change no output."""
-        return self._target.fingerprint
-
-    @property
-    def exact(self) -> bool:
-        """Whether a row's bits never depend on its batch."""
-        return True
 
     @property
     def feature_sizes(self) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.turns import Places
 from quickstep.server.llama_cpp.response_types import (
     ErasedSlot,
     LlamaSlot,
@@ -135,6 +136,7 @@ class SlotRoutes:
         self._models = models
         self._table = table
         self._clock = clock
+        self._places = Places()  # one file at a time, keys in turn
 
     def routes(self) -> list[ApiRoute]:
         """The routes of this module."""
@@ -203,9 +205,10 @@ class SlotRoutes:
             )
         model = await self._models.ready(tokens.model, caller)
         started_s = self._clock()
-        saved = await model.engine.save_slot(
-            filename, tokens.adapter, tokens.cache_salt, tokens.token_ids
-        )
+        async with self._places.place(caller):
+            saved = await model.engine.save_slot(
+                filename, tokens.adapter, tokens.cache_salt, tokens.token_ids
+            )
         timings = SaveTimings(1e3 * (self._clock() - started_s))
         return json_response(
             SavedSlot(id_slot, filename, len(saved.token_ids), saved.num_bytes, timings)
@@ -216,7 +219,8 @@ class SlotRoutes:
     ) -> Response:
         started_s = self._clock()
         salt = cache_salt_of(caller, "", model.server.shares_prefix_cache)
-        found = await model.engine.restore_slot(filename, salt)
+        async with self._places.place(caller):
+            found = await model.engine.restore_slot(filename, salt)
         timings = RestoreTimings(1e3 * (self._clock() - started_s))
         tokens = SlotTokens.of(model.name, found.adapter, salt, found.token_ids)
         self._table.put(caller, id_slot, tokens)
