@@ -165,7 +165,9 @@ def _write_report(path: Path, query: PlanQuery, plan: Plan) -> None:
     from quickstep.plan.picture import report_of_plan
     from quickstep.server.page.single_file import page_with_report
 
-    report = report_of_plan(query, plan, _OPTION_COLUMNS, [_cells(one) for one in plan.options])
+    report = report_of_plan(
+        query, plan, _OPTION_COLUMNS, [_cells(option) for option in plan.options]
+    )
     path.write_text(page_with_report(report.title, report), encoding="utf-8")
     print(f"{path}: written", file=sys.stderr)
 
