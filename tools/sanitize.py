@@ -26,10 +26,13 @@ _LIMIT_S = 1800.0  # for one file of tests
 
 
 class Sanitizer(msgspec.Struct, frozen=True):
-    """Its runtime libraries, options beyond the usual ones, and which tests it is for."""
+    """Its runtime libraries, what it reads from the environment, an option for the build beyond its
+    name, and which tests it is for.
+    """
 
     libraries: tuple[str, ...]
     options: dict[str, str]
+    build: str
     tests: tuple[str, ...]
 
 
@@ -42,6 +45,7 @@ SANITIZERS = {
             "ASAN_OPTIONS": f"{_KEPT}:detect_leaks=0",
             "UBSAN_OPTIONS": "halt_on_error=0:print_stacktrace=1",
         },
+        "-DQUICKSTEP_FOR_TESTS=ON",
         (
             "native/test_attention_sinks.py",
             "native/test_native_*.py",
@@ -52,6 +56,7 @@ SANITIZERS = {
     "thread": Sanitizer(
         ("libtsan.so",),
         {"TSAN_OPTIONS": f"{_KEPT}:report_signal_unsafe=0"},
+        "-DQUICKSTEP_THIS_MACHINE=ON",  # one level and `portable`: the pool is the same
         ("native/test_native_pool.py",),
     ),
 }
@@ -81,7 +86,7 @@ def run(name: str, folder: Path, tests: Sequence[str]) -> int:
     """Build, and run the tests; returns the number of reports and of files that failed."""
     sanitizer, tree = SANITIZERS[name], Tree(folder / name)
     tree.make(tracked_files())
-    if failure := tree.build(f"-DQUICKSTEP_SANITIZE={name}", "-DQUICKSTEP_FOR_TESTS=ON"):
+    if failure := tree.build(f"-DQUICKSTEP_SANITIZE={name}", sanitizer.build):
         raise RuntimeError(f"the native library cannot be built: {failure}")
     reports = folder / f"{name}-reports"
     shutil.rmtree(reports, ignore_errors=True)
