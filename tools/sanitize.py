@@ -55,7 +55,7 @@ SANITIZERS = {
     ),
     "thread": Sanitizer(
         ("libtsan.so",),
-        {"TSAN_OPTIONS": f"{_KEPT}:report_signal_unsafe=0"},
+        {"TSAN_OPTIONS": f"{_KEPT}:report_signal_unsafe=0:die_after_fork=0"},
         "-DQUICKSTEP_THIS_MACHINE=ON",  # one level and `portable`: the pool is the same
         ("native/test_native_pool.py",),
     ),
