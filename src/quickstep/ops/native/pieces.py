@@ -34,7 +34,7 @@ class NativePieces:
         starts = ctypes.c_void_p()
         texts = library.qs_pieces_texts(handle, ctypes.byref(starts))
         self._starts = (ctypes.c_int64 * (num_tokens + 1)).from_address(starts.value or 0)
-        self._texts = (ctypes.c_char * self._starts[num_tokens]).from_address(texts)
+        self._texts = memoryview((ctypes.c_ubyte * self._starts[num_tokens]).from_address(texts))
         self._num_tokens = num_tokens
 
     @classmethod
@@ -72,7 +72,7 @@ class NativePieces:
 
     def __getitem__(self, token_id: int) -> str:
         """The text of a token from 0 to `len(self) - 1`."""
-        return self._texts[self._starts[token_id] : self._starts[token_id + 1]].decode()
+        return str(self._texts[self._starts[token_id] : self._starts[token_id + 1]], "utf-8")
 
     def find(self, text: str) -> int | None:
         """The id of the token that is exactly `text`."""
