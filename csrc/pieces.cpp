@@ -361,9 +361,8 @@ int64_t qs_skip_texts(const uint8_t* content, int64_t num_bytes, int64_t count, 
 }
 
 int qs_pieces_create(const qs_pieces_call* call, qs_pieces** out) {
-  if (call->num_tokens < 1 || call->num_tokens > kMaxTokens || call->num_bytes < 0) {
-    return QS_INVALID;
-  }
+  if (call->num_tokens < 0 || call->num_bytes < 0) return QS_INVALID;
+  if (call->num_tokens == 0 || call->num_tokens > kMaxTokens) return QS_UNSUPPORTED_PIECES;
   void* memory = malloc(sizeof(qs_pieces));
   if (memory == nullptr) return QS_OUT_OF_MEMORY;
   qs_pieces* pieces = new (memory) qs_pieces{};

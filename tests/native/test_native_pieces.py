@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support.gguf_files import write_gguf
 
 from quickstep.errors import RequestError
+from quickstep.ops.native.pieces import NativePieces
 from quickstep.text.gguf_tokenizer import build_gguf_tokenizer, read_gguf_tokenizer
 from quickstep.text.sentence_pieces import SentencePieces
 from quickstep.text.tokenizer import Tokenizer
@@ -143,6 +144,10 @@ def test_texts_and_ids_that_are_none_are_refused(two: tuple[Tokenizer, Tokenizer
             with pytest.raises(RequestError, match="integers"):
                 tokenizer.decode([token_id])
         assert tokenizer.decode([1 << 31]) == ""
+
+
+def test_no_tokens_are_no_vocabulary() -> None:
+    assert NativePieces.open(b"", (), (), True) is None
 
 
 @pytest.mark.parametrize(
