@@ -25,8 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
+from quickstep.ops.table import WITHOUT_GATE
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -35,6 +36,11 @@ ACTIVATIONS: Mapping[str, int] = MappingProxyType(
 # those that need no gate
 UNGATED: Mapping[str, int] = MappingProxyType(
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 4, "relu2": 5}
+)
+
+# those of experts
+EXPERT_ACTIVATIONS: Mapping[str, int] = MappingProxyType(
+    {**ACTIVATIONS, **{kind: UNGATED[kind] for kind in WITHOUT_GATE}}
 )
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE, _UNREADABLE, _PEER_LOST = range(7)
@@ -302,6 +308,7 @@ class DeltaCall(ctypes.Structure):
         ("key_size", c_int64),
         ("value_size", c_int64),
         ("x_stride", c_int64),
+        ("shared_stride", c_int64),
         ("eps", c_float),
         ("x", c_void_p),
         ("taps", c_void_p),
@@ -327,6 +334,8 @@ class MambaCall(ctypes.Structure):
         ("eps", c_float),
         ("least_step", c_float),
         ("most_step", c_float),
+        ("gate_factor", c_float),
+        ("step_factor", c_float),
         ("x", c_void_p),
         ("taps", c_void_p),
         ("conv_bias", c_void_p),
