@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
+    FUSED_DELTA,
     STANDARD_NAMING,
     LatentSpec,
     LayerInputs,
@@ -1153,7 +1154,7 @@ _QWEN3_NEXT = replace(
     width=_QWEN2_MOE.width,
     experts=patterns.qwen2_moe_experts,
     sparse=patterns.qwen_sparse,
-    naming=TensorNaming(shared_expert="mlp.shared_expert", fused_delta=True),
+    naming=TensorNaming(shared_expert="mlp.shared_expert", delta=FUSED_DELTA),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

@@ -326,6 +326,13 @@ def kv_groups(sizes: Sequence[KVSize | None]) -> tuple[KVGroup, ...]:
     return tuple(KVGroup(tuple(members), size) for size, members in layers.items())
 
 
+# Queries, keys and values, gates of outputs, and two more gates: each by itself, as Qwen3-Next has
+# them, and as its GGUF files do.
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+FUSED_DELTA = ("in_proj_qkvz", "in_proj_ba")
+GGUF_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_ba")
+
+
 class TensorNaming(msgspec.Struct, frozen=True):
     """How a checkpoint names its tensors, where architectures differ.
 
@@ -347,8 +354,10 @@ class TensorNaming(msgspec.Struct, frozen=True):
         bias_row: `selection_bias` is stored as one row [1, E].
         renames: Parts of the files' tensor names, and what they are in the standard names.
         ignored_module: A module of a layer that is not computed.
-        fused_delta: The projections of `GatedDelta` are two matrices, `in_proj_qkvz` and
-            `in_proj_ba`, of whose rows each key head has its part.
+        delta: The projections of `GatedDelta`, in the order in which they are one matrix. Of the
+            rows of `in_proj_qkvz` and `in_proj_ba` each key head has its part.
+        tiled_values: Of value heads, files have the first of each key head, then the second, ...
+        stored_rates: Files have the rates of decay, `A`, and not their logarithms, `A_log`.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -366,7 +375,9 @@ class TensorNaming(msgspec.Struct, frozen=True):
     gate_above_up: bool = False
     renames: tuple[tuple[str, str], ...] = ()
     ignored_module: str | None = None
-    fused_delta: bool = False
+    delta: tuple[str, ...] = DELTA_PROJECTIONS
+    tiled_values: bool = False
+    stored_rates: bool = False
 
 
 STANDARD_NAMING = TensorNaming()

@@ -33,6 +33,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     ROUTER_SCALE,
     STATE_MIXER,
     bias_of,
+    decay_rates,
     delta_projections,
     gate_up_parts,
     layer_norms,
@@ -421,7 +422,9 @@ class _Packing:
                 ShortConvWeights(taps, bias),
                 self._linear(start, ("out_proj",), mixer.bias),
             )
-        rates = negative_exponential(self._reader.tensor(f"{start}A_log").float())
+        rates = self._reader.tensor(f"{start}{decay_rates(self._spec.naming)}").float()
+        if not self._spec.naming.stored_rates:
+            rates = negative_exponential(rates)
         steps = self._reader.tensor(f"{start}dt_bias").float()
         if isinstance(mixer, Mamba2):
             return self._mamba(start, mixer, taps, rates, steps)
@@ -433,6 +436,7 @@ class _Packing:
             num_key_heads=mixer.num_key_heads,
             key_size=mixer.key_size,
             eps=self._spec.norm_eps,
+            tiled=self._spec.naming.tiled_values,
         )
         projections = tuple(name for name, _ in delta_projections(mixer, self._spec.naming))
         return GatedDeltaWeights(

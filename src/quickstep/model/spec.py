@@ -33,7 +33,7 @@ from quickstep.model.checkpoint.config_fields import (
     read_json,
 )
 from quickstep.model.checkpoint.gguf_names import is_gguf
-from quickstep.model.checkpoint.gguf_spec import gguf_config
+from quickstep.model.checkpoint.gguf_spec import gguf_config, gguf_naming
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
@@ -80,7 +80,7 @@ def _read_spec(path: str | Path) -> ModelSpec:
     if is_gguf(path) and name not in ENCODERS:
         # llama.cpp adds Gemma's offset to the norms' weights, and parts gate and up of experts.
         spec = parse_spec(config)
-        naming = replace(spec.naming, fused_experts=False, expert_parts=_gguf_experts(spec.naming))
+        naming = gguf_naming(config) or _gguf_naming(spec.naming)
         return replace(spec, norm_offset=0.0, naming=naming)
     if name in ARCHITECTURES or name in WRAPPERS:
         return parse_spec(config)
@@ -98,8 +98,9 @@ def _read_spec(path: str | Path) -> ModelSpec:
     return read_fallback_spec(Path(path), name, supported)
 
 
-def _gguf_experts(naming: TensorNaming) -> tuple[str, str, str]:
-    return STANDARD_NAMING.expert_parts if naming.fused_experts else naming.expert_parts
+def _gguf_naming(naming: TensorNaming) -> TensorNaming:
+    parts = STANDARD_NAMING.expert_parts if naming.fused_experts else naming.expert_parts
+    return replace(naming, fused_experts=False, expert_parts=parts)
 
 
 def read_config(path: str | Path) -> dict[str, object]:

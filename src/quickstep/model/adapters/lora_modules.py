@@ -17,8 +17,10 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import STATE_MIXER, delta_projections, qkv_parts
-from quickstep.model.chosen_rows import row_orders
+from quickstep.model.chosen_rows import row_orders, tiled_columns
 from quickstep.model.decoder_spec import (
+    FUSED_DELTA,
+    GGUF_DELTA,
     GatedDelta,
     LatentSpec,
     LayerSpec,
@@ -66,7 +68,7 @@ class Projection(enum.IntEnum):
 class LoRAModule(msgspec.Struct, frozen=True):
     """A linear layer of the checkpoint, or the embedding: `num_outputs` outputs from `first_output`
     on of the decoder's matrix `number`. The inputs of the embedding are the vocabulary. `rows`: the
-    order of its outputs in that matrix; () for their own.
+    order of its outputs in that matrix, `columns` that of its inputs; () for their own.
     """
 
     number: int
@@ -75,6 +77,7 @@ class LoRAModule(msgspec.Struct, frozen=True):
     num_inputs: int
     is_embedding: bool = False
     rows: tuple[range, ...] = ()
+    columns: tuple[range, ...] = ()
 
 
 def num_modules(spec: ModelSpec) -> int:
@@ -197,23 +200,34 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     """All that an adapter can change by name: `layers.0.self_attn.q_proj`, `embed_tokens`,
     `lm_head`. Experts that a checkpoint holds in one tensor are not among them.
     """
-    hidden, naming = spec.hidden_size, spec.naming
+    hidden, vocab_size = spec.hidden_size, spec.vocab_size
+    is_tiled = spec.naming.tiled_values
+    spec = replace(spec, naming=_of_adapters(spec.naming))
+    naming, orders, in_order = spec.naming, row_orders(spec), ((), 0)
     found: dict[str, LoRAModule] = {}
-    orders, in_order = row_orders(spec), ((), 0)
     for layer, kind in enumerate(spec.layers):
         for projection, parts, num_inputs in _dense_modules(spec.of_layer(layer), kind):
             first = 0
             for name, num_outputs in parts:
                 rows, _ = orders.get(name.rpartition(".")[2], in_order)
                 place = module_number(layer, projection), first, num_outputs, num_inputs
-                found[f"layers.{layer}.{name}"] = LoRAModule(*place, rows=rows)
+                module = LoRAModule(*place, rows=rows)
+                if is_tiled and name == f"{STATE_MIXER}out_proj":
+                    assert isinstance(kind.state_mixer, GatedDelta)
+                    module = replace(module, columns=tiled_columns(kind.state_mixer))
+                found[f"layers.{layer}.{name}"] = module
                 first += num_outputs
         if kind.sparse and not naming.fused_experts:
             found |= _expert_modules(spec, layer)
-    vocab_size = spec.vocab_size
     found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
     found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
     return {_own_name(name, naming): module for name, module in found.items()}
+
+
+def _of_adapters(naming: TensorNaming) -> TensorNaming:
+    """Adapters of a GGUF file are those of the checkpoint that it was converted from."""
+    delta = FUSED_DELTA if naming.delta == GGUF_DELTA else naming.delta
+    return replace(naming, delta=delta, tiled_values=False)
 
 
 # A matrix of a layer, what it consists of by name with the numbers of outputs, and of inputs.

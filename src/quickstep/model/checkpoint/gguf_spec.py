@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import c_float
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +21,14 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.checkpoint.gguf_architectures import (
-    CONVOLUTION,
+    CONVOLUTIONS,
     DIALECTS,
     MIXTRAL,
     Dialect,
 )
 from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
 from quickstep.model.checkpoint.safetensors_files import StoredTensor, TensorFiles
+from quickstep.model.decoder_spec import TensorNaming
 
 GGUF_ARCHITECTURE = "_gguf_architecture"
 
@@ -66,8 +67,9 @@ _TABLES: Mapping[str, str] = MappingProxyType(
 )
 _POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 _RANK = 4  # a pooling_type: the head of a reranker
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_.]+)")
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z0-9_.]+)")
 _EXPERT = "{}"
+_GATE_ABOVE_UP = ".gate_up_proj."  # of all experts, in one tensor
 
 
 def gguf_config(path: Path) -> dict[str, object]:
@@ -163,27 +165,47 @@ def gguf_tensor_files(path: Path) -> TensorFiles:
     tensors: dict[str, StoredTensor] = {}
     for stored in file.tensors.values():
         name = _name(stored.name, dialect)
-        if _EXPERT not in name:
+        if _EXPERT in name:
+            tensors.update({part.name: part for part in _experts(stored, name)})
+        else:
             tensors[name] = replace(stored, name=name, shape=_shape(stored))
-            continue
-        count, shape = stored.shape[0], stored.shape[1:]
-        nbytes = stored.nbytes // count
-        for expert in range(count):
-            own, offset = name.replace(_EXPERT, str(expert)), stored.offset + expert * nbytes
-            tensors[own] = replace(stored, name=own, shape=shape, offset=offset, nbytes=nbytes)
     return TensorFiles(MappingProxyType(tensors), (file.header,))
 
 
+def _experts(stored: StoredTensor, name: str) -> Iterator[StoredTensor]:
+    """Those of each expert, whose gate may be above its up."""
+    count, shape = stored.shape[0], stored.shape[1:]
+    names = [name]
+    if _GATE_ABOVE_UP in name:
+        names = [name.replace(_GATE_ABOVE_UP, part) for part in (".gate_proj.", ".up_proj.")]
+    rows, nbytes = shape[0] // len(names), stored.nbytes // (count * len(names))
+    for expert in range(count):
+        for place, part in enumerate(names, expert * len(names)):
+            own, offset = part.replace(_EXPERT, str(expert)), stored.offset + place * nbytes
+            of_expert = (rows, *shape[1:])
+            yield replace(stored, name=own, shape=of_expert, offset=offset, nbytes=nbytes)
+
+
 def _shape(stored: StoredTensor) -> tuple[int, ...]:
-    """The architecture's: files drop the middle dimension, 1, of a convolution [C, 1, K]."""
-    is_convolution = f".{CONVOLUTION}." in stored.name and len(stored.shape) == 2
-    return (stored.shape[0], 1, stored.shape[1]) if is_convolution else stored.shape
+    """The architecture's: files drop the middle dimension, 1, of a convolution [C, 1, K], and some
+    of them the first one of a gate [1, hidden].
+    """
+    shape = stored.shape
+    if any(f".{name}.weight" in stored.name for name in CONVOLUTIONS) and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (1, *shape) if ".ffn_gate_inp_shexp." in stored.name and len(shape) == 1 else shape
 
 
 def gguf_has_paired_heads(config: Mapping[str, object]) -> bool:
     """Whether the rows of a file's queries and keys are in pairs, for rotation of neighbours."""
     dialect = DIALECTS.get(str(config.get(GGUF_ARCHITECTURE)))
     return dialect is not None and dialect.paired
+
+
+def gguf_naming(config: Mapping[str, object]) -> TensorNaming | None:
+    """The names of a file's tensors, where they are not those of the architecture."""
+    dialect = DIALECTS.get(str(config.get(GGUF_ARCHITECTURE)))
+    return None if dialect is None else dialect.naming
 
 
 def _dialect(file: GgufFile) -> tuple[str, Dialect]:
@@ -235,12 +257,12 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path.name} has no token_embd.weight, so it holds no model")
+    width = fields.optional_integer("feed_forward_length")  # mixtures may have none
     has_qk_norm = "blk.0.attn_q_norm.weight" in file.tensors
     return {
         "architectures": [dialect.name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -252,7 +274,9 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _dtype(file),
+        **({} if width is None else {"intermediate_size": width}),
         **_key_heads(fields, dialect),
+        **(_delta(file, fields, layers) if dialect.delta else {}),
         **dialect.config,
         **_of_keys(fields, dialect.keys),
         **({"use_qk_norm": has_qk_norm} if dialect.optional_qk_norm else {}),
@@ -268,6 +292,19 @@ def _key_heads(fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
         return {} if not count else {"num_key_value_heads": count}
     layers = ["full_attention" if count else "conv" for count in listed]
     return {"num_key_value_heads": max(listed, default=0), "layer_types": layers}
+
+
+def _delta(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, object]:
+    """Sizes of value heads, and which layers are Gated DeltaNet."""
+    heads, values = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
+    if values % heads:
+        raise ConfigError(f"{file.path.name} has {heads} value heads in {values} values")
+    listed = fields.sequence("attention.recurrent_layers")
+    period = fields.optional_integer("full_attention_interval") or 4
+    if listed is None:
+        listed = [(index + 1) % period != 0 for index in range(layers)]
+    kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in listed]
+    return {"linear_value_head_dim": values // heads, "layer_types": kinds[:layers]}
 
 
 def _of_keys(fields: ConfigFields, keys: Mapping[str, str]) -> dict[str, object]:

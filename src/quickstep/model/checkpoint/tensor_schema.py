@@ -13,6 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import (
+    DELTA_PROJECTIONS,
+    FUSED_DELTA,
     GatedDelta,
     LatentSpec,
     LayerSpec,
@@ -29,11 +31,6 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
 
 STATE_MIXER = "linear_attn."
-# of Gated DeltaNet, in the order in which they are one matrix
-DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-
-FUSED_DELTA = ("in_proj_qkvz", "in_proj_ba")
-
 # The keys and values of all heads as products of a latent: in the model's dtype in every format.
 LATENT_HEADS = "kv_b_proj"
 
@@ -207,10 +204,15 @@ def delta_projections(mixer: GatedDelta, naming: TensorNaming) -> tuple[tuple[st
     """The matrices that make a token's inputs of Gated DeltaNet, and their outputs, in the order in
     which they are one.
     """
-    if naming.fused_delta:
-        channels, values, heads, _ = mixer.parts
-        return tuple(zip(FUSED_DELTA, (channels + values, 2 * heads), strict=True))
-    return tuple(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+    channels, values, heads, _ = mixer.parts
+    sizes = dict(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+    sizes |= dict(zip(FUSED_DELTA, (channels + values, 2 * heads), strict=True))
+    return tuple([(name, sizes[name]) for name in naming.delta])
+
+
+def decay_rates(naming: TensorNaming) -> str:
+    """The tensor of the rates with which states decay, or of their logarithms."""
+    return "A" if naming.stored_rates else "A_log"
 
 
 def _state_mixer(mixer: StateMixer, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
@@ -224,25 +226,25 @@ def _state_mixer(mixer: StateMixer, spec: ModelSpec) -> Iterator[tuple[str, Shap
         yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
         return
     if isinstance(mixer, Mamba2):
-        yield from _mamba(mixer, hidden)
+        yield from _mamba(mixer, hidden, spec.naming)
         return
     heads, values = mixer.num_value_heads, mixer.num_values
     for name, num_outputs in delta_projections(mixer, spec.naming):
         yield from _projection(f"{start}{name}", num_outputs, hidden, False)
     yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
-    yield f"{start}A_log", (heads,)
+    yield f"{start}{decay_rates(spec.naming)}", (heads,)
     yield f"{start}dt_bias", (heads,)
     yield f"{start}norm.weight", (mixer.value_size,)
     yield from _projection(f"{start}out_proj", hidden, values, False)
 
 
-def _mamba(mixer: Mamba2, hidden: int) -> Iterator[tuple[str, Shape]]:
+def _mamba(mixer: Mamba2, hidden: int, naming: TensorNaming) -> Iterator[tuple[str, Shape]]:
     start = STATE_MIXER
     yield from _projection(f"{start}in_proj", mixer.num_inputs, hidden, mixer.bias)
     yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
     if mixer.conv_bias:
         yield f"{start}conv1d.bias", (mixer.num_channels,)
-    for name in ("A_log", "dt_bias", "D"):
+    for name in (decay_rates(naming), "dt_bias", "D"):
         yield f"{start}{name}", (mixer.num_heads,)
     if mixer.has_norm:
         yield f"{start}norm.weight", (mixer.num_outputs,)
