@@ -42,6 +42,7 @@ def golden(name: str, **changes: object) -> Case:
 
 QWEN_NEXT = golden("qwen3-next", mlp_only_layers=[])
 QWEN_35, QWEN_35_MOE = golden("qwen3.5"), golden("qwen3.5-moe")
+NO_LEAST_STEP = 1e-30
 # the case, its section in addition to the sizes, whether queries and keys are in pairs
 TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen3moe", QWEN3_MOE, {}, False),
@@ -100,6 +101,15 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen3next", QWEN_NEXT, {}, False),
     ("qwen35", QWEN_35, {}, False),
     ("qwen35moe", QWEN_35_MOE, {}, False),
+    ("falcon-h1", golden("falcon-h1"), {}, False),
+    ("falcon-h1", golden("falcon-h1-norm"), {}, False),
+    ("nemotron_h", golden("nemotron-h", time_step_min=NO_LEAST_STEP), {}, True),
+    (
+        "nemotron_h_moe",
+        golden("nemotron-h-moe", time_step_min=NO_LEAST_STEP, use_bias=False, use_conv_bias=True),
+        {},
+        True,
+    ),
     (
         "lfm2",
         Case("lfm2", "Lfm2", {

@@ -75,6 +75,10 @@ def targets_of(case: Case) -> list[str]:
         return ["q_proj", "in_proj", "out_proj"]
     if case.family == "GraniteMoeHybrid":
         return ["q_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
+    if case.family == "FalconH1":
+        return [*DENSE, "in_proj"]  # peft refuses `out_proj` of Mamba
+    if case.family == "NemotronH":
+        return ["q_proj", "in_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
     if case.family == "Qwen3_5Text":
         return [*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
     if case.family in LATENT:

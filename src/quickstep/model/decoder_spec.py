@@ -199,6 +199,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
         conv_bias: The convolution has one.
         has_norm: The outputs of a group are normed.
         least_step, most_step: Limits of the time step.
+        factors: Of the gates, values, keys, queries and time steps that a token's inputs are.
     """
 
     num_heads: int
@@ -211,6 +212,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     has_norm: bool = True
     least_step: float = 0.0
     most_step: float = math.inf
+    factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def num_outputs(self) -> int:
@@ -249,6 +251,10 @@ class LayerSpec(msgspec.Struct, frozen=True):
         head_size, num_kv_heads, width: Where they are not the model's; None for those.
         kv_from: The layer whose keys and values it reads, having none of its own.
         values_are_keys: One projection makes keys and values.
+        with_attention: It has attention next to its `state_mixer`; their outputs are added.
+        has_mixer, has_feed_forward: It has such a part, and a norm of its own for it. A layer with
+            one of them has one norm (Nemotron-H).
+        chunk: A query sees the positions of its own chunk of so many; None sees all.
     """
 
     window: int | None
@@ -261,6 +267,20 @@ class LayerSpec(msgspec.Struct, frozen=True):
     width: int | None = None
     kv_from: int | None = None
     values_are_keys: bool = False
+    with_attention: bool = False
+    has_mixer: bool = True
+    has_feed_forward: bool = True
+    chunk: int | None = None
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether tokens attend to each other."""
+        return self.with_attention or (self.has_mixer and self.state_mixer is None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has a mixer and a feed-forward part."""
+        return self.has_mixer and self.has_feed_forward
 
 
 class KVSize(msgspec.Struct, frozen=True):
@@ -396,6 +416,20 @@ class LayerInputs(msgspec.Struct, frozen=True):
     vocab_size: int
 
 
+class Multipliers(msgspec.Struct, frozen=True):
+    """Factors of the parts of every layer (Falcon-H1).
+
+    Attributes:
+        attention, state: Of the outputs of attention and of the state mixer.
+        mlp_input, mlp_output: Of what the MLP reads and returns.
+    """
+
+    attention: float = 1.0
+    state: float = 1.0
+    mlp_input: float = 1.0
+    mlp_output: float = 1.0
+
+
 class LongContext(msgspec.Struct, frozen=True):
     """How positions beyond a model's limit are scaled, in the terms of `rope_scaling`.
 
@@ -443,6 +477,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             bias.
         gated: The MLP has a gate; otherwise its activation is of up itself.
         head_bias: The output projection has a bias.
+        multipliers: Factors of the parts of a layer.
         num_prediction_layers: Layers after the last one by the config, for drafts (`model.mtp`);
             the files may lack them.
     """
@@ -492,6 +527,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     gated: bool = True
     head_bias: bool = False
     num_prediction_layers: int = 0
+    multipliers: Multipliers = Multipliers()
 
     @property
     def kv_size(self) -> KVSize:
@@ -521,14 +557,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
             return ()
         return kv_groups(
             [
-                None if layer.state_mixer or layer.kv_from is not None else self.of_layer(i).kv_size
+                self.of_layer(i).kv_size if layer.has_attention and layer.kv_from is None else None
                 for i, layer in enumerate(self.layers)
             ]
         )
 
     @property
     def state_sizes(self) -> tuple[StateSize, ...]:
-        """What each layer without attention keeps of a sequence, in ascending order."""
+        """What each layer with a state keeps of a sequence, in ascending order."""
         mixers = [layer.state_mixer for layer in self.layers]
         return tuple([mixer.kept for mixer in mixers if mixer is not None])
 
@@ -550,4 +586,5 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """
         own_sizes = any(self.of_layer(index) is not self for index in range(self.num_layers))
         shares = any(layer.kv_from is not None for layer in self.layers)
-        return not own_sizes and not shares and self.layer_inputs is None
+        parts = any(not layer.is_complete for layer in self.layers)
+        return not (own_sizes or shares or parts) and self.layer_inputs is None

@@ -55,15 +55,18 @@ from quickstep.model.decoder_spec import (
     ModelSpec,
     QKNorm,
     ShortConv,
+    StateMixer,
 )
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
+    HybridWeights,
     LatentWeights,
     LayerInputWeights,
     LayerWeights,
     Mamba2Weights,
+    MixerWeights,
     MixtureNorms,
     MLPWeights,
     ModelInputWeights,
@@ -334,7 +337,6 @@ class _Packing:
         self._stage = stage
         self._ops = ops
         self._reader = reader
-        self._norms = layer_norms(spec)
 
     def decoder(self, names: DecoderNames) -> DecoderWeights:
         embedding, projection = self.outer(names)
@@ -390,10 +392,10 @@ class _Packing:
             has_bias = name is not None and self._spec.norm_bias
             return self._reader.tensor(f"{start}{name}.bias") if has_bias else None
 
-        names = self._norms
+        names = layer_norms(self._spec, layer)
         return LayerWeights(
             mixer=self._mixer(start, layer),
-            mlp=self._experts(start) if layer.sparse else self._dense(f"{start}mlp."),
+            mlp=self._feed_forward(start, layer),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
             pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
@@ -404,15 +406,25 @@ class _Packing:
             feedforward_bias=bias(names.pre_feedforward_layernorm),
         )
 
-    def _mixer(
-        self, start: str, layer: LayerSpec
-    ) -> AttentionWeights | LatentWeights | StateMixerWeights:
-        mixer = layer.state_mixer
-        if mixer is None and self._spec.latent is not None:
+    def _feed_forward(self, start: str, layer: LayerSpec) -> MLPWeights | MoEWeights | None:
+        if not layer.has_feed_forward:
+            return None
+        return self._experts(start) if layer.sparse else self._dense(f"{start}mlp.")
+
+    def _mixer(self, start: str, layer: LayerSpec) -> MixerWeights | None:
+        if layer.state_mixer is None:
+            return self._attention_of(start, layer) if layer.has_attention else None
+        state = self._state_mixer(start + STATE_MIXER, layer.state_mixer)
+        if not layer.with_attention:
+            return state
+        return HybridWeights(self._attention(f"{start}self_attn.", layer), state)
+
+    def _attention_of(self, start: str, layer: LayerSpec) -> AttentionWeights | LatentWeights:
+        if self._spec.latent is not None:
             return self._latent_attention(f"{start}self_attn.", self._spec.latent)
-        if mixer is None:
-            return self._attention(f"{start}self_attn.", layer)
-        start += STATE_MIXER
+        return self._attention(f"{start}self_attn.", layer)
+
+    def _state_mixer(self, start: str, mixer: StateMixer) -> StateMixerWeights:
         taps = self._reader.tensor(f"{start}conv1d.weight").float()
         taps = transposed(taps.view(taps.shape[0], taps.shape[2]))
         if isinstance(mixer, ShortConv):
@@ -427,7 +439,7 @@ class _Packing:
             rates = negative_exponential(rates)
         steps = self._reader.tensor(f"{start}dt_bias").float()
         if isinstance(mixer, Mamba2):
-            return self._mamba(start, mixer, taps, rates, steps)
+            return self._mamba(start, mixer, _with_factors(taps, mixer), rates, steps)
         delta = DeltaWeights(
             taps=taps,
             rates=rates,
@@ -465,6 +477,8 @@ class _Packing:
             eps=self._spec.norm_eps,
             least_step=mixer.least_step,
             most_step=mixer.most_step,
+            gate_factor=mixer.factors[0],
+            step_factor=mixer.factors[4],
         )
         return Mamba2Weights(
             self._linear(start, ("in_proj",), mixer.bias),
@@ -523,8 +537,7 @@ class _Packing:
         )
 
     def _dense(self, start: str) -> MLPWeights:
-        parts = gate_up_parts(self._spec.naming) if self._spec.gated else ("up_proj",)
-        bias = self._spec.mlp_bias
+        parts, bias = gate_up_parts(self._spec), self._spec.mlp_bias
         return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
         )
@@ -534,6 +547,7 @@ class _Packing:
         assert moe is not None
         gate, up, down = naming.expert_parts
         gates = (gate,) if naming.fused_experts else (gate, up)
+        gates = gates if self._spec.gated else (up,)
         bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
         # never quantized: the choice of a token's experts depends on small differences
         router = self._router(f"{start}{naming.router}.weight", bias)
@@ -550,7 +564,7 @@ class _Packing:
             selection_bias = selection_bias.view(moe.num_experts)
         if moe.shared_width:
             shared = MLPWeights(
-                self._linear(f"{start}{naming.shared_expert}.", gate_up_parts(naming), False),
+                self._linear(f"{start}{naming.shared_expert}.", gate_up_parts(self._spec), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
         packed_gate = None
@@ -597,6 +611,19 @@ class _Packing:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
         return self._ops.pack_linear(weight, bias)
+
+
+def _with_factors(taps: AnyTensor, mixer: Mamba2) -> AnyTensor:
+    """taps [width, C], float32, times the factors of values, keys and queries."""
+    num_keys = mixer.num_groups * mixer.state_size
+    factors = np.repeat(
+        np.array(mixer.factors[1:4], np.float32), (mixer.num_outputs, num_keys, num_keys)
+    )
+    if isinstance(taps, HostTensor):
+        return HostTensor(taps.numpy() * factors, taps.dtype)
+    import torch
+
+    return taps * torch.from_numpy(factors).to(taps.device)
 
 
 def _by_heads(weight: AnyTensor, latent: LatentSpec) -> tuple[AnyTensor, AnyTensor]:

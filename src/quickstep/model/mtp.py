@@ -26,7 +26,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors
 from quickstep.model.checkpoint.weights import CheckpointWeights, open_weights
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
 from quickstep.model.drafting_layer import DraftingLayer
 from quickstep.model.formats.fused_experts import one_by_one
@@ -180,7 +180,7 @@ def layer_of_target(target: ModelSpec) -> ModelSpec:
     """The prediction layer of a model, as a decoder of one layer: like the model's last layer with
     attention.
     """
-    layer = next(layer for layer in reversed(target.layers) if layer.state_mixer is None)
+    layer = next(layer for layer in reversed(target.layers) if _is_plain(layer))
     decoder = replace(
         one_by_one(target), num_layers=1, layers=(layer,), parameter_count=None, long_context=None
     )
@@ -191,9 +191,13 @@ def layer_of_target(target: ModelSpec) -> ModelSpec:
 
 def can_have_layer(target: ModelSpec) -> bool:
     """Whether a model is of a kind that has prediction layers."""
-    has_attention = any(layer.state_mixer is None for layer in target.layers)
+    has_attention = any(map(_is_plain, target.layers))
     is_plain = target.layer_inputs is None and not target.norm_bias and not target.layer_norm
     return target.native and target.encoder is None and has_attention and is_plain
+
+
+def _is_plain(layer: LayerSpec) -> bool:
+    return layer.state_mixer is None and layer.is_complete
 
 
 def planned_bytes(layer: ModelSpec, dtype_bytes: int, quantization: str | None) -> int:

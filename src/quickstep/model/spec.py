@@ -27,7 +27,6 @@ from quickstep.model.architectures import (
     text_part,
 )
 from quickstep.model.checkpoint.config_fields import (
-    MOST_LAYERS,
     ConfigFields,
     note_on_foreign,
     read_json,
@@ -211,7 +210,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         raise ConfigError(
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
         )
-    num_layers = fields.integer("num_hidden_layers", MOST_LAYERS)
+    num_layers = entry.num_layers(fields)
     moe = entry.experts(fields)
     if moe is not None and moe.num_experts > _MOST_EXPERTS:
         raise ConfigError(
@@ -226,8 +225,10 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
     sparse = entry.sparse(fields, num_layers)
     mixers = entry.mixers(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False
-    multiplied = entry.multipliers
-    embedding = fields.number("embedding_multiplier") if multiplied else 1.0
+    multiplied, embedding_key = entry.multipliers, entry.embedding_key
+    if multiplied:
+        embedding_key = "embedding_multiplier"
+    embedding = fields.number(embedding_key) if embedding_key else 1.0
     return ModelSpec(
         architecture=name,
         vocab_size=fields.integer("vocab_size"),
@@ -268,6 +269,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         norm_bias=entry.norm_bias,
         gated=entry.gated,
         head_bias=entry.head_bias,
+        multipliers=entry.layer_multipliers(fields),
     )
 
 

@@ -104,6 +104,27 @@ _QWEN_HYBRID_PARTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_MAMBA_PARTS = {
+    **_STANDARD_PARTS,
+    "ssm_in": "linear_attn.in_proj",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A",
+    "ssm_d": "linear_attn.D",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_FALCON_PARTS = {  # some files have a norm without an ending
+    **_MAMBA_PARTS,
+    **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "post_attention_layernorm.weight"),
+}
+_NEMOTRON_PARTS = {
+    **_MAMBA_PARTS,
+    "attn_norm": "norm",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
 _BERT_PARTS = {
     "attn_q": "attention.self.query",
     "attn_k": "attention.self.key",
@@ -135,6 +156,20 @@ _DELTA_KEYS = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
+}
+_NEMOTRON_KEYS = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
 }
 _QWEN_EXPERT_KEYS = {
     **_EXPERT_KEYS,
@@ -169,6 +204,8 @@ class Dialect(msgspec.Struct, frozen=True):
         norm_key: The config's key of the norms' epsilon.
         convolutions: Layers without key heads are short convolutions.
         delta: Layers are Gated DeltaNet, but for those of full attention.
+        single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes.
+        flags: Keys of the config that are set where layers have these tensors.
         naming: How the file differs from what the architecture's checkpoints have.
         optional_qk_norm: Queries and keys have norms where the file has them.
         outer: Modules outside layers, in the architecture's names.
@@ -190,12 +227,28 @@ class Dialect(msgspec.Struct, frozen=True):
     norm_key: str = "rms_norm_eps"
     convolutions: bool = False
     delta: bool = False
+    single_blocks: bool = False
+    flags: Mapping[str, str] = msgspec.field(default_factory=dict)
     naming: TensorNaming | None = None
     optional_qk_norm: bool = False
     outer: Mapping[str, str] = msgspec.field(default_factory=lambda: OUTER_PARTS)
     layers: str = "model.layers"
     encoder: bool = False
 
+
+_NEMOTRON_H = Dialect(
+    "NemotronHForCausalLM",
+    _NEMOTRON_PARTS,
+    # its graph has no least time step
+    config={"mlp_hidden_act": "relu2", "time_step_min": 0.0},
+    keys=_NEMOTRON_KEYS,
+    given={"expert_shared_count": 1},
+    paired=True,  # as of Llama, although nothing is rotated
+    norm_key="layer_norm_epsilon",
+    single_blocks=True,
+    flags={"ssm_conv1d.bias": "use_conv_bias"},
+    naming=TensorNaming(stored_rates=True),
+)
 
 MIXTRAL = Dialect("MixtralForCausalLM", _MIXTRAL_PARTS, keys=_LOCAL_EXPERT_KEYS, paired=True)
 
@@ -286,6 +339,22 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             window=True,
             yarn={"truncate": False},
         ),
+        "falcon-h1": Dialect(
+            "FalconH1ForCausalLM",
+            _FALCON_PARTS,
+            config={**_SILU, "mamba_norm_before_gate": False},  # multipliers are in its matrices
+            keys={
+                "ssm.conv_kernel": "mamba_d_conv",
+                "ssm.inner_size": "mamba_d_ssm",
+                "ssm.state_size": "mamba_d_state",
+                "ssm.group_count": "mamba_n_groups",
+                "ssm.time_step_rank": "mamba_n_heads",
+            },
+            flags={"ssm_norm.weight": "mamba_rms_norm", "ssm_conv1d.bias": "mamba_conv_bias"},
+            naming=TensorNaming(stored_rates=True),
+        ),
+        "nemotron_h": _NEMOTRON_H,
+        "nemotron_h_moe": _NEMOTRON_H,
         "lfm2": Dialect(
             "Lfm2ForCausalLM",
             _LFM_PARTS,

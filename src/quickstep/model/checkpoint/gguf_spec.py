@@ -68,6 +68,7 @@ _TABLES: Mapping[str, str] = MappingProxyType(
 _POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 _RANK = 4  # a pooling_type: the head of a reranker
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z0-9_.]+)")
+_COLUMNS = re.compile(r"blk\.\d+\.ssm_(a|d|norm\.weight)")
 _EXPERT = "{}"
 _GATE_ABOVE_UP = ".gate_up_proj."  # of all experts, in one tensor
 
@@ -188,9 +189,11 @@ def _experts(stored: StoredTensor, name: str) -> Iterator[StoredTensor]:
 
 def _shape(stored: StoredTensor) -> tuple[int, ...]:
     """The architecture's: files drop the middle dimension, 1, of a convolution [C, 1, K], and some
-    of them the first one of a gate [1, hidden].
+    of them the first one of a gate [1, hidden]; numbers of Mamba's heads and groups are columns.
     """
     shape = stored.shape
+    if _COLUMNS.fullmatch(stored.name):
+        return (math.prod(shape),)
     if any(f".{name}.weight" in stored.name for name in CONVOLUTIONS) and len(shape) == 2:
         return shape[0], 1, shape[1]
     return (1, *shape) if ".ffn_gate_inp_shexp." in stored.name and len(shape) == 1 else shape
@@ -257,7 +260,10 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path.name} has no token_embd.weight, so it holds no model")
-    width = fields.optional_integer("feed_forward_length")  # mixtures may have none
+    kinds = _single_blocks(file, fields, layers) if dialect.single_blocks else {}
+    width = kinds.pop("intermediate_size", None)
+    if not dialect.single_blocks:
+        width = fields.optional_integer("feed_forward_length")  # mixtures may have none
     has_qk_norm = "blk.0.attn_q_norm.weight" in file.tensors
     return {
         "architectures": [dialect.name],
@@ -268,7 +274,8 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         "num_key_value_heads": heads,
         "head_dim": head_size,
         "max_position_embeddings": fields.integer("context_length"),
-        dialect.norm_key: _number(fields, "attention.layer_norm_rms_epsilon"),
+        dialect.norm_key: _number(fields, "attention.layer_norm_rms_epsilon")
+        or _number(fields, "attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": dialect.name != "Qwen2ForCausalLM"
         and "blk.0.attn_q.bias" in file.tensors,
@@ -276,7 +283,9 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         "dtype": _dtype(file),
         **({} if width is None else {"intermediate_size": width}),
         **_key_heads(fields, dialect),
+        **kinds,
         **(_delta(file, fields, layers) if dialect.delta else {}),
+        **{key: _has_part(file, part) for part, key in dialect.flags.items()},
         **dialect.config,
         **_of_keys(fields, dialect.keys),
         **({"use_qk_norm": has_qk_norm} if dialect.optional_qk_norm else {}),
@@ -287,6 +296,8 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
 def _key_heads(fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
     """How many key heads there are, which files may list by layer."""
     listed = fields.value("attention.head_count_kv")
+    if dialect.single_blocks:
+        return {}
     if not dialect.convolutions or not isinstance(listed, tuple):
         count = fields.optional_integer("attention.head_count_kv")
         return {} if not count else {"num_key_value_heads": count}
@@ -305,6 +316,41 @@ def _delta(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, objec
         listed = [(index + 1) % period != 0 for index in range(layers)]
     kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in listed]
     return {"linear_value_head_dim": values // heads, "layer_types": kinds[:layers]}
+
+
+def _single_blocks(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, object]:
+    """What each layer is: attention where it has key heads, else a feed-forward part where it has a
+    width, and the sizes of these.
+    """
+    heads, widths = (
+        _by_layer(fields, name, layers)
+        for name in ("attention.head_count_kv", "feed_forward_length")
+    )
+    values, num_states = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
+    kinds = []
+    for layer, (count, width) in enumerate(zip(heads, widths, strict=True)):
+        is_mixture = f"blk.{layer}.ffn_gate_inp.weight" in file.tensors
+        feed_forward = "moe" if is_mixture else "mlp"
+        kinds.append("full_attention" if count else feed_forward if width else "linear_attention")
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads, default=0) or None,
+        "intermediate_size": max(widths, default=0) or None,
+        "mamba_head_dim": values // num_states,
+    }
+
+
+def _by_layer(fields: ConfigFields, name: str, layers: int) -> list[int]:
+    """A list with a number for each layer."""
+    listed = fields.sequence(name) or ()
+    numbers = [value for value in listed[:layers] if isinstance(value, int)]
+    if len(numbers) != layers:
+        raise ConfigError(f"{fields.source} has {name!r} of {len(numbers)} of {layers} layers")
+    return numbers
+
+
+def _has_part(file: GgufFile, part: str) -> bool:
+    return any(name.startswith("blk.") and name.endswith(f".{part}") for name in file.tensors)
 
 
 def _of_keys(fields: ConfigFields, keys: Mapping[str, str]) -> dict[str, object]:
