@@ -43,6 +43,11 @@ def golden(name: str, **changes: object) -> Case:
 QWEN_NEXT = golden("qwen3-next", mlp_only_layers=[])
 QWEN_35, QWEN_35_MOE = golden("qwen3.5"), golden("qwen3.5-moe")
 NO_LEAST_STEP = 1e-30
+BIASES = ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias")
+# llama.cpp has no multipliers of its own, so that of the embedding would be that of the logits
+WITHOUT_BIASES = dict.fromkeys((*BIASES, "tie_word_embeddings"), False)
+# a file has no chunks of another size
+LLAMA4_OF_GGUF = {"attention_chunk_size": 8192, "floor_scale": 8192} | rope("default")
 # the case, its section in addition to the sizes, whether queries and keys are in pairs
 TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen3moe", QWEN3_MOE, {}, False),
@@ -102,7 +107,7 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen35", QWEN_35, {}, False),
     ("qwen35moe", QWEN_35_MOE, {}, False),
     ("falcon-h1", golden("falcon-h1"), {}, False),
-    ("falcon-h1", golden("falcon-h1-norm"), {}, False),
+    ("falcon-h1", golden("falcon-h1-norm", **WITHOUT_BIASES), {}, False),
     ("nemotron_h", golden("nemotron-h", time_step_min=NO_LEAST_STEP), {}, True),
     (
         "nemotron_h_moe",
@@ -110,6 +115,7 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         {},
         True,
     ),
+    ("llama4", golden("llama4", **LLAMA4_OF_GGUF), {}, False),
     (
         "lfm2",
         Case("lfm2", "Lfm2", {
@@ -197,6 +203,18 @@ def test_other_layouts_of_a_file_compute_the_same(older: bool, tmp_path: Path) -
     ]
     for usual, other in zip(*rows, strict=True):
         assert torch.equal(torch.cat(usual.logits), torch.cat(other.logits))
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_chunks_of_llama_4_are_those_of_llama_cpp(window: int | None, tmp_path: Path) -> None:
+    golden("llama4", **LLAMA4_OF_GGUF).save(tmp_path)
+    path = tmp_path / "twin.gguf"
+    section = {} if window is None else {".attention.sliding_window": window}
+    write_twin(tmp_path, path, "llama4", section, paired=False)
+    spec = read_spec(path)
+    found = [(layer.chunk, layer.rope, layer.query_rope) for layer in spec.layers]
+    rotated, grown = (8192, 0, None), (None, None, 1)
+    assert found == ([rotated] * 3 + [grown] if window is None else [(None, 0, None)] * 4)
 
 
 def test_rates_of_decay_are_not_rounded(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def write_twin(
     if "linear_num_key_heads" in config:
         is_tiled = architecture != "qwen3next"
         merged = _delta(merged, config, is_tiled=is_tiled, is_older=is_older)
+    if architecture == "llama4":
+        metadata |= {
+            ".feed_forward_length": config["intermediate_size_mlp"],
+            ".expert_feed_forward_length": config["intermediate_size"],
+            ".interleave_moe_layer_step": config["interleave_moe_layer_step"],
+        }
     if architecture in ("falcon-h1", "nemotron_h", "nemotron_h_moe"):
         merged = _mamba(merged, config)
     if architecture == "falcon-h1":
@@ -123,6 +129,9 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         found = _EXPERT.fullmatch(name)
         if found is not None:
             experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = values
+        elif ".feed_forward.experts.gate_up_proj" in name:  # Llama 4: gate first
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=2), strict=True):
+                merged[name.replace("gate_up_proj", f"{part}_proj.weight")] = half.swapaxes(1, 2)
         elif "experts.gate_up_proj" in name:  # gpt-oss: inputs first, gate and up in turn
             start, ending = name.split("gate_up_proj")
             rows = values if ending else values.swapaxes(1, 2)

@@ -1199,6 +1199,42 @@ _YOUTU = Architecture(
 
 _KIMI_K25 = replace(_DEEPSEEK_V3, naming=_wrapped(STANDARD_NAMING))
 
+_LLAMA4 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        intermediate_size_mlp=16_384,
+        num_experts_per_tok=1,
+        num_local_experts=16,
+        interleave_moe_layer_step=1,
+        use_qk_norm=True,
+        no_rope_layer_interval=4,
+        attention_chunk_size=8192,
+        attn_temperature_tuning=True,
+        floor_scale=8192,
+        attn_scale=0.1,
+    ),
+    bias_key="attention_bias",
+    qk_norm_key="use_qk_norm",
+    switched_qk_norm=QKNorm.UNWEIGHTED,
+    windows=patterns.no_windows,
+    ropes=patterns.llama4_ropes,
+    sizes=patterns.llama4_layers,
+    width=patterns.llama4_width,
+    experts=patterns.llama4_experts,
+    sparse=patterns.llama4_sparse,
+    naming=_wrapped(
+        TensorNaming(
+            router="mlp.router",
+            shared_expert="mlp.shared_expert",
+            renames=((".feed_forward.", ".mlp."),),
+        )
+    ),
+)
+
 _QWEN2_MOE = Architecture(
     defaults=_defaults(
         num_key_value_heads=16,
@@ -1311,6 +1347,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Lfm2ForCausalLM": _LFM2,
         "Lfm2MoeForCausalLM": _LFM2_MOE,
         "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
         "FalconH1ForCausalLM": _FALCON_H1,
         "NemotronHForCausalLM": _NEMOTRON_H,
         "Qwen3_5ForCausalLM": _QWEN3_5,
@@ -1351,6 +1389,22 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
+_GEMMA3N = (
+    "its layers have four streams between them (AltUp, LAuReL) and set most activations to 0, "
+    "which is not implemented; the nearest are Gemma 4's models of the same sizes, gemma-4-E2B and "
+    "gemma-4-E4B"
+)
+# Families that would neither run here nor through transformers with a cache of pages.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        (
+            *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+            *("gemma3n_text", "gemma3n"),  # configs without `architectures`
+        ),
+        _GEMMA3N,
+    )
+)
+
 # For configs without `architectures`.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -1374,6 +1428,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "lfm2": "Lfm2ForCausalLM",
         "lfm2_moe": "Lfm2MoeForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+        "llama4": "Llama4ForConditionalGeneration",
+        "llama4_text": "Llama4ForCausalLM",
         "falcon_h1": "FalconH1ForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",

@@ -31,14 +31,15 @@ class NormPlacement(enum.Enum):
 
 
 class QKNorm(enum.Enum):
-    """The norm on queries and keys before the rotation: none, per head (with one weight or with one
-    of each head), or over all heads.
+    """The norm on queries and keys before the rotation: none, per head (with one weight, or one of
+    each head, or without a weight, in the layers with a rotation), or over all heads.
     """
 
     NONE = "none"
     HEAD = "head"
     FULL = "full"
     EACH_HEAD = "each_head"
+    UNWEIGHTED = "unweighted"
 
 
 class MoESpec(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ class MoESpec(msgspec.Struct, frozen=True):
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
         shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
+        weighs_inputs: An expert's weight multiplies what it reads (Llama 4).
         with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
             the router's weights have a factor of each expert (Gemma 4).
     """
@@ -77,6 +79,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     counted_per_group: int = 2
     with_mlp: bool = False
     shared_gate: bool = False
+    weighs_inputs: bool = False
 
 
 class StateSize(msgspec.Struct, frozen=True):

@@ -1041,6 +1041,80 @@ def cohere2_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Rope
     return replace(ropes, of_layer=tuple(None if window is None else 0 for window in windows))
 
 
+def _llama4_rotated(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All but each `no_rope_layer_interval`-th; an empty list of exceptions is none."""
+    interval = fields.integer("no_rope_layer_interval")
+    if not fields.sequence("no_rope_layers"):
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    return _smollm_rotated(fields, num_layers)
+
+
+def llama4_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Neighbours are turned; in layers without positions, queries grow with theirs."""
+    ropes = interleaved_rope(fields, num_layers, head_size)
+    rotated = _llama4_rotated(fields, num_layers)
+    of_layer = tuple(0 if on else None for on in rotated)
+    scale, period = fields.number("attn_scale"), fields.integer("floor_scale")
+    if not fields.value("attn_temperature_tuning") or not scale or all(rotated):
+        return replace(ropes, of_layer=of_layer)
+    grown = RopeSpec(
+        RopeKind.PROPORTIONAL,
+        head_size,
+        1.0,
+        ropes.max_model_len,
+        growth=scale,
+        growth_len=period,
+        growth_first=1,
+    )
+    of_queries = tuple(None if on else 1 for on in rotated)
+    return Ropes((*ropes.specs, grown), of_layer, ropes.max_model_len, of_queries)
+
+
+def llama4_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Layers with positions attend in chunks, unless `layer_types` says otherwise."""
+    chunk, listed = fields.optional_integer("attention_chunk_size"), fields.sequence("layer_types")
+    kinds = ("full_attention", "chunked_attention")
+    of_layers = listed or [kinds[layer.rope is not None] for layer in layers]
+    if len(of_layers) != len(layers) or not set(of_layers) <= set(kinds):
+        raise ConfigError(
+            f"{fields.source} has {len(of_layers)} layer_types for {len(layers)} layers; each is "
+            f"{' or '.join(map(repr, kinds))}"
+        )
+    return tuple(
+        [
+            replace(layer, chunk=chunk if kind == kinds[1] else None)
+            for layer, kind in zip(layers, of_layers, strict=True)
+        ]
+    )
+
+
+def llama4_width(fields: ConfigFields) -> int:
+    """That of the MLP, which is not that of experts."""
+    return fields.integer("intermediate_size_mlp")
+
+
+def llama4_experts(fields: ConfigFields) -> MoESpec:
+    """The sigmoid of the best scores multiplies what the experts read; an expert of all tokens."""
+    width = fields.integer("intermediate_size")
+    return MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=width,
+        normalise=False,
+        sigmoid=True,
+        shared_width=width,
+        weighs_inputs=True,
+    )
+
+
+def llama4_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Those of `moe_layers`, or each `interleave_moe_layer_step`-th."""
+    step, listed = fields.integer("interleave_moe_layer_step"), fields.sequence("moe_layers")
+    if listed is not None:
+        return tuple(i in listed for i in range(num_layers))
+    return tuple((i + 1) % step == 0 for i in range(num_layers))
+
+
 def qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """Every other of the first `max_window_layers` slides if `use_sliding_window` is set."""
     window = fields.optional_integer("sliding_window") or None

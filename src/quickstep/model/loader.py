@@ -190,6 +190,7 @@ def _load_model(
         )
     weights = open_weights(checkpoint.path, spec)
     spec = weights.spec
+    spec = _without_chunks(weights.spec, max_model_len, ops)
     check_requantization(weights, load.quantization)
 
     def report(num_bytes: int, total_bytes: int) -> None:
@@ -205,6 +206,25 @@ def _load_model(
     source = quantizing(stored, load.quantization, weights.names, ops)
     names, part = weights.loaded_names(), (shard, stage)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, *part)
+
+
+def _without_chunks(spec: ModelSpec, max_model_len: int, ops: OpTable) -> ModelSpec:
+    """The spec without chunks of attention that no sequence is longer than. Raises ConfigError
+    where the ops compute no others.
+    """
+    layers = tuple(
+        [
+            replace(layer, chunk=None) if (layer.chunk or 0) >= max_model_len else layer
+            for layer in spec.layers
+        ]
+    )
+    chunk = next((layer.chunk for layer in layers if layer.chunk is not None), None)
+    if chunk is not None and not ops.has_chunks:
+        raise ConfigError(
+            f"{spec.architecture} attends in chunks of {chunk} tokens, which the kernels "
+            f"{ops.name!r} do not compute; set --max-model-len to {chunk}, or choose --device cpu"
+        )
+    return replace(spec, layers=layers)
 
 
 def _places(
@@ -506,17 +526,27 @@ class _Packing:
     def _attention(self, start: str, layer: LayerSpec) -> AttentionWeights:
         spec = self._spec
         parts = ("qkv_proj",) if spec.naming.fused_qkv else qkv_parts(layer)
-        normed = spec.qk_norm is not QKNorm.NONE
         has_keys = layer.kv_from is None
-        q_norm = self._reader.tensor(f"{start}q_norm.weight") if normed else None
+        q_norm, k_norm = self._qk_norms(start, layer)
         return AttentionWeights(
             qkv=self._linear(start, parts, spec.qkv_bias),
             o_proj=self._linear(start, ("o_proj",), spec.output_bias),
             q_norm=q_norm,
-            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed and has_keys else None,
+            k_norm=k_norm,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
             v_norm=_ones_like(q_norm) if spec.value_norm and has_keys else None,
         )
+
+    def _qk_norms(self, start: str, layer: LayerSpec) -> tuple[AnyTensor | None, AnyTensor | None]:
+        spec, read = self._spec, self._reader.tensor
+        if spec.qk_norm is QKNorm.NONE:
+            return None, None
+        if spec.qk_norm is QKNorm.UNWEIGHTED:
+            norm = read(f"{start.removesuffix('self_attn.')}input_layernorm.weight")
+            ones = _ones_like(norm[: spec.head_size]) if layer.rope is not None else None
+            return ones, ones
+        keys = read(f"{start}k_norm.weight") if layer.kv_from is None else None
+        return read(f"{start}q_norm.weight"), keys
 
     def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
         ops = self._ops.latent
@@ -571,7 +601,7 @@ class _Packing:
         if moe.shared_gate:  # never quantized: one output
             of_shared = self._reader.tensor(f"{start}{shared_gate(self._spec)}")
             packed_gate = self._ops.pack_linear(of_shared, None)
-        of_experts = ExpertWeights(*matrices, data)
+        of_experts = ExpertWeights(*matrices, data, moe.weighs_inputs)
         experts = MoEWeights(router, of_experts, selection_bias, shared, shared_gate=packed_gate)
         return self._with_mlp(start, experts) if moe.with_mlp else experts
 

@@ -22,6 +22,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.architectures import (
     ARCHITECTURES,
     MODEL_TYPES,
+    REFUSED,
     WRAPPERS,
     Architecture,
     text_part,
@@ -85,6 +86,8 @@ def _read_spec(path: str | Path) -> ModelSpec:
         return parse_spec(config)
     if name in ENCODERS:
         return read_encoder_spec(Path(path), config, name)
+    if name in REFUSED:
+        raise ConfigError(f"architecture {name!r} cannot be served: {REFUSED[name]}")
     supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS}))
     if config.get("auto_map"):
         raise ConfigError(
@@ -218,8 +221,8 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         )
     for key, other in entry.repeated.items():
         fields.repeated(key, other)
-    if entry.layer_norm:
-        fields.optional_number("rms_norm_eps")  # of the other kind of norm
+    if entry.norm_eps_key != "rms_norm_eps":
+        fields.optional_number("rms_norm_eps")  # which its norms do not read
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     sparse = entry.sparse(fields, num_layers)

@@ -893,6 +893,7 @@ class OpTable(msgspec.Struct, frozen=True):
         latent: None where there are no kernels of attention over latents.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
             read from memory: one recorded launch then fits all of them (`runtime.steps.graphs`).
+        has_chunks: Whether attention may be in chunks (`AttentionParams.chunk`).
     """
 
     name: str
@@ -924,6 +925,7 @@ class OpTable(msgspec.Struct, frozen=True):
     plan_attention: PlanAttentionOp | None = None
     steps: NativeSteps | None = None
     reads_lengths: bool = False
+    has_chunks: bool = True
     adapter_table: AdapterTableOp | None = None
     ranks: Ranks | None = None
     gate: GateOp | None = None

@@ -32,6 +32,7 @@ from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     HybridWeights,
+    MixerWeights,
     MLPWeights,
     StateMixerWeights,
 )
@@ -145,17 +146,15 @@ def base_biases(
     """
     matrices: dict[int, LinearWeight] = {}
     for number, layer in enumerate(weights.layers, first_layer):
-        mixer, state = layer.mixer, layer.mixer
-        if isinstance(mixer, HybridWeights):
-            mixer, state = mixer.attention, mixer.state
-        if isinstance(mixer, AttentionWeights):
-            into, out = _numbers(number, Projection.QKV, Projection.O_PROJ)
-            matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
-            matrices |= {out: mixer.o_proj} if spec.output_bias else {}
-        if isinstance(state, StateMixerWeights):
-            into, out = _numbers(number, Projection.STATE_IN, Projection.STATE_OUT)
-            if has_bias(spec, LoRAModule(into, 0, 0, 0)):
-                matrices |= {into: state.in_proj, out: state.out_proj}
+        for mixer in _mixers(layer.mixer):
+            if isinstance(mixer, AttentionWeights):
+                into, out = _numbers(number, Projection.QKV, Projection.O_PROJ)
+                matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
+                matrices |= {out: mixer.o_proj} if spec.output_bias else {}
+            elif isinstance(mixer, StateMixerWeights):
+                into, out = _numbers(number, Projection.STATE_IN, Projection.STATE_OUT)
+                if has_bias(spec, LoRAModule(into, 0, 0, 0)):
+                    matrices |= {into: mixer.in_proj, out: mixer.out_proj}
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
             matrices[module_number(number, Projection.DOWN_PROJ)] = layer.mlp.down_proj
@@ -164,6 +163,10 @@ def base_biases(
         bias = ops.linear(_zeros(weights, matrix.num_inputs), matrix)
         found[number] = as_float64(bias)[0].astype(np.float32)
     return found
+
+
+def _mixers(mixer: MixerWeights | None) -> tuple[MixerWeights | None, ...]:
+    return (mixer.attention, mixer.state) if isinstance(mixer, HybridWeights) else (mixer,)
 
 
 def _numbers(layer: int, into: Projection, out: Projection) -> tuple[int, int]:

@@ -85,6 +85,13 @@ _LFM_PARTS = {
     "shortconv.in_proj": "linear_attn.in_proj",
     "shortconv.out_proj": "linear_attn.out_proj",
 }
+_LLAMA4_PARTS = {
+    **_STANDARD_PARTS,
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 _QWEN_HYBRID_PARTS = {
     **_STANDARD_PARTS,
     "post_attention_norm": "post_attention_layernorm",
@@ -204,6 +211,7 @@ class Dialect(msgspec.Struct, frozen=True):
         norm_key: The config's key of the norms' epsilon.
         convolutions: Layers without key heads are short convolutions.
         delta: Layers are Gated DeltaNet, but for those of full attention.
+        chunks: Layers attend in chunks, unless the section has a window of 0.
         single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes.
         flags: Keys of the config that are set where layers have these tensors.
         naming: How the file differs from what the architecture's checkpoints have.
@@ -227,6 +235,7 @@ class Dialect(msgspec.Struct, frozen=True):
     norm_key: str = "rms_norm_eps"
     convolutions: bool = False
     delta: bool = False
+    chunks: bool = False
     single_blocks: bool = False
     flags: Mapping[str, str] = msgspec.field(default_factory=dict)
     naming: TensorNaming | None = None
@@ -355,6 +364,18 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
         ),
         "nemotron_h": _NEMOTRON_H,
         "nemotron_h_moe": _NEMOTRON_H,
+        "llama4": Dialect(
+            "Llama4ForCausalLM",
+            _LLAMA4_PARTS,
+            keys={
+                **_LOCAL_EXPERT_KEYS,
+                "feed_forward_length": "intermediate_size_mlp",
+                "expert_feed_forward_length": "intermediate_size",
+                "interleave_moe_layer_step": "interleave_moe_layer_step",
+            },
+            chunks=True,
+            naming=TensorNaming(router="mlp.router", shared_expert="mlp.shared_expert"),
+        ),
         "lfm2": Dialect(
             "Lfm2ForCausalLM",
             _LFM_PARTS,

@@ -69,6 +69,7 @@ _POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "las
 _RANK = 4  # a pooling_type: the head of a reranker
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z0-9_.]+)")
 _COLUMNS = re.compile(r"blk\.\d+\.ssm_(a|d|norm\.weight)")
+_WITHOUT_NORMS = 128  # experts of Llama 4 Maverick
 _EXPERT = "{}"
 _GATE_ABOVE_UP = ".gate_up_proj."  # of all experts, in one tensor
 
@@ -285,6 +286,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         **_key_heads(fields, dialect),
         **kinds,
         **(_delta(file, fields, layers) if dialect.delta else {}),
+        **(_chunks(fields, layers) if dialect.chunks else {}),
         **{key: _has_part(file, part) for part, key in dialect.flags.items()},
         **dialect.config,
         **_of_keys(fields, dialect.keys),
@@ -316,6 +318,16 @@ def _delta(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, objec
         listed = [(index + 1) % period != 0 for index in range(layers)]
     kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in listed]
     return {"linear_value_head_dim": values // heads, "layer_types": kinds[:layers]}
+
+
+def _chunks(fields: ConfigFields, layers: int) -> dict[str, object]:
+    """What llama.cpp knows of Llama 4: chunks and growing queries, unless a window of 0 says that
+    each layer has positions and sees all; norms of queries and keys but for 128 experts.
+    """
+    known: dict[str, object] = {"use_qk_norm": fields.value("expert_count") != _WITHOUT_NORMS}
+    if fields.value("attention.sliding_window") == 0:
+        known |= {"no_rope_layers": [1] * layers, "attention_chunk_size": None}
+    return known
 
 
 def _single_blocks(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, object]:

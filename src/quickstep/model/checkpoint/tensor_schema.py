@@ -199,7 +199,7 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]
         yield "self_attn.o_proj.bias", (hidden,)
     if spec.sinks:
         yield "self_attn.sinks", (spec.num_heads,)
-    if spec.qk_norm is not QKNorm.NONE:
+    if spec.qk_norm not in (QKNorm.NONE, QKNorm.UNWEIGHTED):
         size = spec.head_size
         of_queries, of_keys = {
             QKNorm.FULL: ((queries,), (keys,)),

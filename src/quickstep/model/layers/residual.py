@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Places(msgspec.Struct, frozen=True):
+class CachePlaces(msgspec.Struct, frozen=True):
     """Where a layer's tensors are in a `KVCache`: `kv` among those of layers that keep something of
     each token, `state` among those that keep a state.
     """
@@ -43,7 +43,7 @@ class Places(msgspec.Struct, frozen=True):
     state: int
 
 
-MixerOf = Callable[[LayerOps, LayerWeights, Places], Mixer | None]
+MixerOf = Callable[[LayerOps, LayerWeights, CachePlaces], Mixer | None]
 
 
 class ResidualStream(msgspec.Struct, frozen=True):
@@ -64,8 +64,8 @@ class ResidualLayer:
         self._ops = ops
         self._weights = weights
         self._mixer = mixer
-        has_mlp = weights.mlp is not None
-        self._feed_forward = make_feed_forward(ops, weights.mlp) if has_mlp else None
+        mlp = weights.mlp
+        self._feed_forward = None if mlp is None else make_feed_forward(ops, mlp)
         self._is_parallel = ops.spec.norm_placement is NormPlacement.PARALLEL
 
     @property
@@ -141,7 +141,7 @@ class ResidualLayer:
         return x if multiplier == 1.0 else x * multiplier
 
 
-def mixer_of(ops: LayerOps, weights: LayerWeights, places: Places) -> Mixer | None:
+def mixer_of(ops: LayerOps, weights: LayerWeights, places: CachePlaces) -> Mixer | None:
     """The mixer that a layer of a native architecture has weights of."""
     mixer = weights.mixer
     if mixer is None:
@@ -172,7 +172,7 @@ def build_layers(
         of_layer, kind = spec.of_layer(index), spec.layers[index]
         ops = LayerOps(table, of_layer, shard_spec(of_layer, shard), shard, index)
         kv_place = len(places) if kind.kv_from is None else places[kind.kv_from]
-        mixer = mixer_of(ops, layer, Places(kv_place, len(states)))
+        mixer = mixer_of(ops, layer, CachePlaces(kv_place, len(states)))
         layers.append(ResidualLayer(ops, layer, mixer))
         if layers[-1].kv_size is not None:
             places[index] = kv_place

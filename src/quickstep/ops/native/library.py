@@ -25,7 +25,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.table import WITHOUT_GATE
 
 ABI_VERSION = 20
 
@@ -38,10 +37,8 @@ UNGATED: Mapping[str, int] = MappingProxyType(
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 4, "relu2": 5}
 )
 
-# those of experts
-EXPERT_ACTIVATIONS: Mapping[str, int] = MappingProxyType(
-    {**ACTIVATIONS, **{kind: UNGATED[kind] for kind in WITHOUT_GATE}}
-)
+# those of experts, of which the last two have no gate (`ops.table.WITHOUT_GATE`)
+EXPERT_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "relu": 4, "relu2": 5})
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE, _UNREADABLE, _PEER_LOST = range(7)
 
