@@ -2,8 +2,8 @@
 
 `python tools/vendor_page.py` rewrites `src/quickstep/server/page/static/vendor`; `--check` only
 compares the committed files with `checksums.txt` there, without a network. The files are those of
-the packages, except that imports of another package name its file here, and references to source
-maps are left out.
+the packages, except that imports of another package name its file here, references to source maps
+are left out, and a script that sets a variable becomes a module that exports it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _LANGUAGES = ("bash", "c", "cpp", "css", "go", "java", "javascript", "json", "py
 _LANGUAGES += ("sql", "typescript", "xml", "yaml")
 _SOURCE_MAP = re.compile(rb"\n?//# sourceMappingURL=\S+\s*$")
 _IMPORTS = {b'from"preact"': b'from"./preact.js"'}
+_SCRIPT = re.compile(rb"^var (\w+)=")
 
 
 class Package(NamedTuple):
@@ -63,6 +64,12 @@ PACKAGES = (
         "3.5.0",
         "faa5f2bfe2814384b83d6edb4ed66812fbfdb2a654b4d59edd4b12304058ec20",
         {"dist/purify.es.mjs": "purify.js", "LICENSE": "purify.LICENSE"},
+    ),
+    Package(
+        "temml",
+        "0.13.5",
+        "bca5b76dd26d1d6c81f8d817f6cc8bf0f0a1a7787512e281d5c22b986f8ae582",
+        {"dist/temml.min.js": "temml.js", "LICENSE": "temml.LICENSE"},
     ),
     Package(
         "uplot",
@@ -130,6 +137,9 @@ def _vendor(package: Package) -> None:
                 data = _SOURCE_MAP.sub(b"\n", member.read())
                 for old, new in _IMPORTS.items():
                     data = data.replace(old, new)
+                script = _SCRIPT.match(data)
+                if script and b"export " not in data:
+                    data += b"\nexport default " + script[1] + b";\n"
                 (_FOLDER / name).write_bytes(data)
 
 

@@ -32,6 +32,18 @@ HOSTILE = (
     "```html\n<img src=x onerror=alert(1)></code></pre><script>alert(1)</script>\n```",
     '<a href="https://evil.example" onclick="alert(1)" id="panel" class="bar">link</a>',
     "</div></body></html><script>alert(1)</script>",
+    r"$\href{javascript:alert(1)}{x}$ \(\text{<img src=x onerror=alert(1)>}\)"
+    r" $$\includegraphics{https://evil.example/a.png} \style{position:fixed}{x}$$",
+    r"\[\def\x{\x\x}\x\]",
+)
+
+FORMULAS = (
+    (r"so $x^2$ is", 1),
+    (r"\(\frac{a_1}{b_2}\) and \[\sum_{i=0}^n i\]", 2),
+    ("$$\na * b * c\n$$", 1),
+    ("it costs $5 or $6", 0),
+    ("`$x$` and\n```\n$$y$$\n```", 0),
+    (r"$\nosuchcommand{$", 0),
 )
 
 
@@ -147,11 +159,24 @@ def test_a_hostile_answer_executes_and_loads_nothing(page: Page, hostile: str) -
     elements = content.evaluate("e => [...e.querySelectorAll('*')].map((x) => x.tagName)")
     assert not {"SCRIPT", "IMG", "IFRAME", "SVG", "STYLE", "FORM", "INPUT", "LINK"} & {*elements}
     attributes = content.evaluate(
-        "e => [...e.querySelectorAll('*')].flatMap((x) => x.getAttributeNames())"
+        "e => [...e.querySelectorAll(':not(math, math *)')].flatMap((x) => x.getAttributeNames())"
     )
+    in_formulas = content.evaluate(
+        "e => [...e.querySelectorAll('math, math *')].flatMap((x) => x.getAttributeNames())"
+    )
+    assert not {"href", "style", "src", "onerror"} & {*in_formulas}
     assert {*attributes} <= {"href", "class", "target", "rel"}
     for link in content.get_by_role("link").all():
         assert (link.get_attribute("href") or "").startswith("https://")
+
+
+@pytest.mark.parametrize(("text", "count"), FORMULAS)
+def test_formulas_are_displayed(page: Page, text: str, count: int) -> None:
+    write_answers(page, [[text, "\n\nthe end"]])
+    answer = send(page, "a")
+    expect(answer.get_by_text("the end")).to_be_visible()
+    expect(answer.locator(".markdown math")).to_have_count(count)
+    expect(answer.locator(".markdown [style]")).to_have_count(0)
 
 
 def test_code_names_the_request(page: Page) -> None:

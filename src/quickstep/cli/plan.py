@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import model_of
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from quickstep.sim.summary import Percentiles
 
 _GB = 1e9
+_OPTION_COLUMNS = (
+    *("split", "devices", "TTFT p50/p90", "TPOT p50/p90"),
+    *("in time", "up to", "$/h", "$/M"),
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -113,6 +118,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write an HTML page with the options, the memory and the roofline of a device",
+    )
+    output.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the arrivals (default: %(default)s)"
     )
 
@@ -145,7 +156,20 @@ def run(args: argparse.Namespace) -> int:
         _print_plan(console, query, plan)
         for line in lines:
             console.print(f"{line.what}: {line.formula} = {line.result}", markup=False)
+    if args.report is not None:
+        _write_report(args.report, query, plan)
     return 0 if plan.met else 1
+
+
+def _write_report(path: Path, query: PlanQuery, plan: Plan) -> None:
+    from quickstep.plan.picture import report_of_plan
+    from quickstep.server.page.single_file import page_with_report
+
+    report = report_of_plan(
+        query, plan, _OPTION_COLUMNS, [_cells(option) for option in plan.options]
+    )
+    path.write_text(page_with_report(report.title, report), encoding="utf-8")
+    print(f"{path}: written", file=sys.stderr)
 
 
 def _query(args: argparse.Namespace) -> PlanQuery:
@@ -212,8 +236,8 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
         f"{best.concurrency} requests at once\nweights fit, by format and devices: {fits}\n",
         markup=False,
     )
-    header = ("split", "devices", "TTFT p50/p90", "TPOT p50/p90", "in time", "up to", "$/h", "$/M")
-    print_table(console, _load_text(plan), header, [_cells(option) for option in plan.options])
+    options = [_cells(option) for option in plan.options]
+    print_table(console, _load_text(plan), _OPTION_COLUMNS, options)
     console.print(_advice(plan), markup=False)
     price = query.hardware.device.price
     if price is not None and price.date:

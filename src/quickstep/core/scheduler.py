@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from msgspec.structs import replace
@@ -41,15 +40,13 @@ from quickstep.core.queues import (
     check_queues,
 )
 from quickstep.core.resources.adapter_places import AdapterPlaces
-from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
+from quickstep.core.resources.adapter_residency import AdapterOrders
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.core.resources.kv_blocks import KVBlocks
-from quickstep.core.resources.kv_retention import KVRetention
+from quickstep.core.resources.held import HeldResources
 from quickstep.core.resources.kv_tiers import KVTiers
 from quickstep.core.resources.kv_transfers import KVTransfers
-from quickstep.core.resources.resource import Resource, Slots
-from quickstep.core.resources.state_slots import StateSlots
-from quickstep.core.sequence import TICKS_PER_S, Residency, Sequence, SequenceState
+from quickstep.core.resources.resource import Resource
+from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -105,43 +102,25 @@ class Scheduler:
         self._in_flight = StepsInFlight()
         self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
-        self._slots = Slots(config.max_num_seqs)
-        states: tuple[StateSlots, ...] = ()
-        if config.num_state_slots:
-            interval = config.state_interval
-            states = (StateSlots(pool, config.num_state_slots, interval, self._in_flight),)
-        usable = [resource.num_usable for resource in states]
-        self._blocks = KVBlocks(pool, self._expected_growth, *usable)
-        self._adapters: AdapterPlaces | None = None
-        if config.max_loras is not None:
-            places = AdapterResidency(config.max_loras, config.lora_bytes)
-            self._adapters = AdapterPlaces(places, self._order, self._in_flight)
-        adapters = () if self._adapters is None else (self._adapters,)
-        self.transfers: KVTransfers | None = None
-        if config.transfers_kv:
-            num_kept = limits.blocks_of_longest(pool.block_size)
-            self.transfers = KVTransfers(pool, num_kept, self._in_flight)
-            more_resources = (*more_resources, self.transfers)
-        self.tiers: KVTiers | None = None
-        if config.kv_tier is not None:
-            self.tiers = KVTiers(pool, cost_model, config.kv_tier, self._in_flight)
-            more_resources = (*more_resources, self.tiers)
-        self._resources: tuple[Resource, ...] = (
-            self._slots,
-            KVRetention(pool),
-            *more_resources,
-            *adapters,
-            self._blocks,
-            *states,
+        self._held = HeldResources(
+            config,
+            pool,
+            policy.order,
+            cost_model,
+            self._in_flight,
+            limits.blocks_of_longest(pool.block_size),
+            self._expected_growth,
+            more_resources,
         )
-        self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
+        self._slots, self._blocks = self._held.slots, self._held.blocks
+        self._waiting = WaitingQueue(self._order, self._held.gates, config.max_waiting)
         self._batch = RunningBatch(self._order)
         self._deadlines = DeadlineQueue(self._order.relegates)
         self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
         self._budget = StepBudget(
-            config, policy, cost_model, self._waiting, self._batch, self._fits
+            config, policy, cost_model, self._waiting, self._batch, self._held.fits
         )
         self._drafts = DraftControl(config.num_speculative_tokens if config.use_kv_cache else 0)
         self._place_rows = {
@@ -179,14 +158,12 @@ class Scheduler:
         self._admission.limits.check(request)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        for resource in self._resources:
-            resource.check_request(request)
+        self._held.check_request(request)
         self._admission.check_share(request, now)
         sequences = self._admission.sequences(request, self._num_arrivals, now)
         self._admission.check_queue(sequences[0], len(sequences), now)
         # what was refused until here has changed nothing
-        for resource in self._resources:
-            resource.requested(request, now)
+        self._held.requested(request, now)
         self._admission.accepted(sequences[0].prediction)
         self._num_arrivals += len(sequences)
         for sequence in sequences:
@@ -227,13 +204,13 @@ class Scheduler:
                 and not self._deadlines.is_later(sequence, now)  # it may have run meanwhile
             ):
                 self._waiting.relegate(sequence, now)
-        for sequence, why in self._lost() if self._waiting.parked_by_key else ():
+        for sequence, why in self._lost():
             outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
         return tuple(outputs)
 
     def _lost(self) -> list[tuple[Sequence, str]]:
         """The sequences that wait for a resource which they cannot get any more, and why."""
-        return [lost for resource in self._resources for lost in resource.lost(self._waiting)]
+        return self._held.lost(self._waiting) if self._waiting.parked_by_key else []
 
     def pause(self, request_id: str, now: float) -> None:
         """Plan nothing of a request until `resume`. It keeps its blocks until others need them."""
@@ -263,8 +240,7 @@ class Scheduler:
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
         if self._waiting.num:
-            for resource in self._resources:
-                resource.prepare(self._waiting, self._batch, now, self._preempt)
+            self._held.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
         self._drafts.begin_step(min(num_rows, self._config.max_num_seqs))
         draft.may_request_drafts = self._drafts.may_request
@@ -378,7 +354,7 @@ class Scheduler:
                 return budget
             if not self._budget.may_admit(draft, now):
                 return budget
-            if not self._fits(sequence):
+            if not self._held.fits(sequence):
                 return budget
             start = self._blocks.num_hit_tokens(sequence)
             affordable = self._budget.of_prompt(draft, sequence, start, now)
@@ -387,18 +363,12 @@ class Scheduler:
             budget -= self._admit(draft, sequence, min(budget, affordable), now)
         return budget
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether there is enough of all resources to admit a sequence now."""
-        return all(resource.fits(sequence) for resource in self._resources)
-
     def _admit(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
         """Move a sequence into the batch and place its first tokens; returns how many."""
         self._waiting.remove(sequence)
         self._admission.admitted(now)
         is_new = sequence.num_cached_tokens is None
-        residency = Residency(prefill_end=len(sequence.token_ids))
-        for resource in self._resources:
-            resource.admit(sequence, residency, now)
+        residency = self._held.admit(sequence, now)
         self._batch.admit(sequence, residency, now)
         self._policy.admitted()
         if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
@@ -450,11 +420,8 @@ class Scheduler:
             return
         head = self._waiting.head
         if head is not None and not head.num_pending:
-            for victim in self._batch.victims_for(head, partial(self._fits_without, head)):
+            for victim in self._batch.victims_for(head, partial(self._held.fits_without, head)):
                 self._preempt(victim, now)
-
-    def _fits_without(self, sequence: Sequence, leaving: SequenceOf[Sequence]) -> bool:
-        return all(resource.fits_without(sequence, leaving) for resource in self._resources)
 
     def _free_blocks_for(self, sequence: Sequence, now: float) -> bool:
         """Preempt sequences of lower rank until `sequence` can grow; False if it must wait."""
@@ -475,19 +442,28 @@ class Scheduler:
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self._batch.remove(sequence)
-        for resource in self._resources:
-            resource.release(sequence)
+        self._held.release(sequence)
 
     def _expected_growth(self) -> int:
         """How many tokens the running sequences are expected to generate from now on."""
         return self._admission.expected_growth()
 
-    # -- adapters ---------------------------------------------------------------------------------
+    # -- what sequences wait for comes, or does not -----------------------------------------------
 
     @property
     def adapters(self) -> AdapterPlaces | None:
         """The places of adapters; None if adapters are no resource."""
-        return self._adapters
+        return self._held.adapters
+
+    @property
+    def transfers(self) -> KVTransfers | None:
+        """KV blocks on their way to and from other engines; None if there are none."""
+        return self._held.transfers
+
+    @property
+    def tiers(self) -> KVTiers | None:
+        """KV blocks that come back from a tier; None if there is none."""
+        return self._held.tiers
 
     def register_adapter(
         self, adapter_id: str, num_bytes: int, is_pinned: bool = False, is_resident: bool = False
@@ -495,8 +471,8 @@ class Scheduler:
         """Let requests name an adapter, which is loaded when one is queued, unless it is in memory
         already (`is_resident`); a pinned one stays there, until it is registered without.
         """
-        if self._adapters is not None:
-            self._adapters.residency.register(
+        if self._held.adapters is not None:
+            self._held.adapters.residency.register(
                 adapter_id, num_bytes, is_pinned=is_pinned, is_resident=is_resident
             )
 
@@ -504,17 +480,17 @@ class Scheduler:
         """No new request will name the adapter. Returns whether it is forgotten: if sequences or
         steps in flight use it, it can still be loaded for them, and this has to be called again.
         """
-        return self._adapters is None or self._adapters.retire(adapter_id)
+        return self._held.adapters is None or self._held.adapters.retire(adapter_id)
 
     def take_adapter_orders(self) -> AdapterOrders | None:
         """What `plan` wants to be loaded and freed; None for nothing. The driver frees first, and
         calls `adapter_loaded` or `adapter_failed` for each load.
         """
-        return None if self._adapters is None else self._adapters.residency.take_orders()
+        return None if self._held.adapters is None else self._held.adapters.residency.take_orders()
 
     def adapter_loaded(self, adapter_id: str, now: float) -> bool:
         """A load has ended well; False if nothing wants the adapter now."""
-        if self._adapters is None or not self._adapters.residency.finish_load(adapter_id):
+        if self._held.adapters is None or not self._held.adapters.residency.finish_load(adapter_id):
             return False
         self._waiting.sort_again(adapter_id, now)
         return True
@@ -523,22 +499,22 @@ class Scheduler:
         self, adapter_id: str, reason: str, now: float
     ) -> tuple[SequenceOutput, ...]:
         """A load has failed: end the sequences that wait for it with ERROR."""
-        if self._adapters is not None:
-            self._adapters.residency.fail_load(adapter_id)
+        if self._held.adapters is not None:
+            self._held.adapters.residency.fail_load(adapter_id)
         parked = self._waiting.parked(adapter_id)
         return tuple(self._finish(sequence, FinishReason.ERROR, now, reason) for sequence in parked)
 
     def end_receiving(self, request_id: str, now: float) -> None:
         """The transfer of a request's KV blocks is over; the request may be admitted."""
-        assert self.transfers is not None, "KV is transferred"
-        self.transfers.end_receiving(request_id)
-        self._waiting.sort_again(self.transfers.key_of(request_id), now)
+        assert self._held.transfers is not None, "KV is transferred"
+        self._held.transfers.end_receiving(request_id)
+        self._waiting.sort_again(self._held.transfers.key_of(request_id), now)
 
     def end_restoring(self, request_id: str, now: float) -> None:
         """A tier has given back what it can of a request's KV; the request may be admitted."""
-        assert self.tiers is not None, "there is a tier"
-        self.tiers.end_restoring(request_id)
-        self._waiting.sort_again(self.tiers.key_of(request_id), now)
+        assert self._held.tiers is not None, "there is a tier"
+        self._held.tiers.end_restoring(request_id)
+        self._waiting.sort_again(self._held.tiers.key_of(request_id), now)
 
     # -- the result of a step ---------------------------------------------------------------------
 
@@ -644,8 +620,8 @@ class Scheduler:
 
     def _handed_over(self, entry: FlightRow, new: SequenceOutput, now: float) -> SequenceOutput:
         """The output of a sequence that another engine continues after its first token."""
-        if self.transfers is not None:
-            self.transfers.computed(entry)
+        if self._held.transfers is not None:
+            self._held.transfers.computed(entry)
         if not new.token_ids:
             return new
         return replace(new, timings=self._with_unloaded(entry.sequence.timings(now)))
@@ -676,8 +652,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._order.ended(sequence)
-        for resource in self._resources:
-            resource.ended(sequence, now)
+        self._held.ended(sequence, now)
         self._admission.ended(sequence, reason)
         timings = self._with_unloaded(sequence.finish(now))
         name = sequence.request.request_id
@@ -713,18 +688,18 @@ class Scheduler:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
         is_full = len(self._in_flight) >= self.max_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._budget.wakeup(now)
-        lost_s = now if self._waiting.parked_by_key and self._lost() else None
+        lost_s = now if self._lost() else None
         times = self._deadlines.next_s(), policy_s, lost_s
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> SchedulerStats:
         """The current state, and totals since the start."""
         adapters = None
-        if self._adapters is not None:
-            adapters = self._adapters.stats(self._waiting, self._batch)
+        if self._held.adapters is not None:
+            adapters = self._held.adapters.stats(self._waiting, self._batch)
         sequences = (*self._batch, *self._waiting)
         num_in_flight = len(self._in_flight)
-        kv_tier = None if self.tiers is None else self.tiers.stats()
+        kv_tier = None if self._held.tiers is None else self._held.tiers.stats()
         return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters, kv_tier)
 
     def admission_state(self, now: float) -> AdmissionState:
@@ -744,8 +719,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
-        for resource in self._resources:
-            resource.check(self._batch)
+        self._held.check(self._batch)
         for sequence in self._waiting:
             self._blocks.check_hits(sequence)
         check_queues(self._batch, self._waiting, self._requests.values(), self._pending_tokens())

@@ -1,6 +1,7 @@
-"""A simulation as the data of a report: a table, curves, and the records of steps and sequences.
+"""A simulation, or a recording, as the data of a report: a table, curves, and its records.
 
-Made for `quickstep simulate --report`, which writes them into a page (`server.page.single_file`).
+Made for the `--report` of `simulate`, `replay` and `plan`, which write them into a page
+(`server.page.single_file`).
 The page has the timeline of the server's page, so the records are those of its step log.
 """
 
@@ -44,19 +45,29 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A named line of a chart: its points (x, y)."""
+    """A named line of a chart: its points (x, y), which are not joined if it `is_scattered`."""
 
     name: str
     points: Points
+    is_scattered: bool = False
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Lines over one axis; the units are those of the axes."""
+    """Lines over one axis; the units are those of the axes. Both may be logarithmic."""
 
     title: str
     x_unit: str
     y_unit: str
     lines: tuple[Line, ...]
+    is_logarithmic: bool = False
+
+
+class MemoryPart(msgspec.Struct, frozen=True):
+    """A part of a device's memory: what it is for, its bytes, and what they are made of."""
+
+    name: str
+    num_bytes: int
+    detail: str
 
 
 class EndedSequence(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
@@ -65,6 +76,7 @@ class EndedSequence(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence
     request_id: str
     index: int
     timings: SequenceTimings
+    tenant: str = ""
 
 
 class RunRecords(msgspec.Struct, frozen=True):
@@ -77,7 +89,9 @@ class RunRecords(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the page displays: a sentence, a table, charts, and the runs of the timeline."""
+    """What the page displays: a sentence, a table, charts, the runs of the timeline, and the memory
+    of a device.
+    """
 
     title: str
     sentence: str
@@ -85,6 +99,7 @@ class Report(msgspec.Struct, frozen=True):
     rows: tuple[tuple[str, ...], ...]
     charts: tuple[Chart, ...]
     runs: tuple[RunRecords, ...] = ()
+    memory: tuple[MemoryPart, ...] = ()
 
 
 def report_of_runs(title: str, runs: Sequence[Run]) -> Report:
@@ -164,7 +179,7 @@ def _records(run: Run) -> RunRecords:
     outcome = run.outcome
     by_end = sorted(outcome.endings, key=lambda ending: ending.timings.finished_s)
     sequences = [
-        EndedSequence(ending.request_id, ending.index, ending.timings)
+        EndedSequence(ending.request_id, ending.index, ending.timings, ending.tenant)
         for ending in by_end[-_MAX_SEQUENCES:]
     ]
     by_time = sorted(sequences, key=lambda item: item.timings.arrival_s - item.timings.finished_s)

@@ -90,6 +90,7 @@ _MODULES = (
     "resources.state_slots",
     "resources.adapter_residency",
     "resources.adapter_places",
+    "resources.held",
     "admission",
     "policies",
     "step_budget",
@@ -157,7 +158,7 @@ _BUGS = {
     ),
     "adapter-without-room-awaited": (
         "scheduler",
-        "for sequence, why in self._lost() if self._waiting.parked_by_key else ():",
+        "for sequence, why in self._lost():",
         "for sequence, why in ():",
     ),
     "adapter-not-released": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.errors import ConfigError, RequestError
 from quickstep.sampling_params import Grammar, RepetitionDetectionParams
 from quickstep.types import (
+    FinishReason,
     KVTarget,
     Pooling,
     Request,
@@ -31,6 +33,8 @@ from quickstep.types import (
     Resumed,
     RowOutput,
     SamplingParams,
+    SequenceOutput,
+    StepRecord,
     StepResult,
     TokenLogprobs,
 )
@@ -89,6 +93,33 @@ def test_replay_of_resumed_requests_gives_the_identical_plans(seed: int, is_full
     recording, setup = records.recording(), records.setup
     if is_full or setup.digest is chain_digest:
         assert replay(recording, open_scheduler(setup)).different_line is None
+
+
+@pytest.mark.parametrize("seed", RANDOM_RUNS[:10])
+def test_replay_has_the_records_and_the_ends_of_the_recorded_run(seed: int) -> None:
+    recording, setup = recorded_life(seed, is_full=True)
+    records: list[StepRecord] = []
+    ends: list[tuple[str, int, FinishReason]] = []
+
+    def watch(outputs: Sequence[SequenceOutput], record: StepRecord | None) -> None:
+        records.extend([record] if record is not None else [])
+        ends.extend(
+            (output.request_id, output.index, output.finish_reason)
+            for output in outputs
+            if output.finish_reason is not None
+        )
+
+    replay(recording, open_scheduler(setup), watch=watch)
+    commits = [call for _, call in recording.calls if call.name == "commit"]
+    times = [(record.committed_at_s, record.seconds) for record in records]
+    assert times == [(call.at_s, call.seconds) for call in commits]
+    recorded = [
+        (str(number), index, sequence.reason)
+        for number, one in recording.requests.items()
+        if not one.refused
+        for index, sequence in zip(one.request.indices, one.sequences, strict=True)
+    ]
+    assert sorted(ends, key=str) == sorted(recorded, key=str)
 
 
 @pytest.mark.parametrize("seed", RANDOM_RUNS)

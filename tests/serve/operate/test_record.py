@@ -85,9 +85,11 @@ def test_a_recording_without_text_gives_the_identical_plans(
     replayed = replay(read_recording(content.splitlines()))
     assert replayed.different_line is None
     assert replayed.num_plans > 30
-    assert main(["replay", str(path)]) == 0
+    report = tmp_path / "page.html"
+    assert main(["replay", str(path), "--report", str(report)]) == 0
     output = capsys.readouterr().out
     assert output == f"identical: {replayed.num_plans} plans of 7 requests\n"
+    assert "<title>recording recording.jsonl</title>" in report.read_text()
 
 
 def test_a_full_recording_gives_the_identical_tokens(

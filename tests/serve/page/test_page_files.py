@@ -15,6 +15,7 @@ from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
 from quickstep.server.page.endpoint import page_files
 from quickstep.server.usage.api_keys import ApiKeys
+from quickstep.types import Activity
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 KEYED = ServerOptions(api_keys=ApiKeys(["ann=AAAA"]))
@@ -94,6 +95,17 @@ def test_the_page_has_no_script_or_style_inside_and_refers_to_its_own_files_only
         for path in re.findall(r'\b(?:from|import)\s*"([\w@./-]*\w)"', text):
             assert path.startswith("./"), (name, path)
             assert f"{folder}/{path[2:]}".lstrip("/") in files, (name, path)
+
+
+def test_every_activity_of_a_request_has_a_name_and_a_colour() -> None:
+    files = {name: path.read_text(encoding="utf-8") for name, path in page_files()}
+    names = files["texts.js"].partition("activities: {")[2].partition("}")[0]
+    for activity in Activity:
+        assert re.search(rf"\b{activity.value}: ", names)
+        assert (
+            f".swatch.{activity.value} {{ background: var(--{activity.value})" in files["style.css"]
+        )
+        assert files["style.css"].count(f"--{activity.value}: #") == 3  # light, and dark twice
 
 
 def test_libraries_are_as_they_were_fetched_and_in_the_notice() -> None:

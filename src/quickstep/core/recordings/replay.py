@@ -33,7 +33,9 @@ from quickstep.types import (
     Request,
     RowFailure,
     RowOutput,
+    SequenceOutput,
     StepPlan,
+    StepRecord,
     StepResult,
     TokenLogprobs,
 )
@@ -84,6 +86,8 @@ class Replayed(msgspec.Struct, frozen=True):
 
 # Runs a plan and returns its result; of a real model, to compare its tokens.
 Runner = Callable[[StepPlan], StepResult]
+# Called with the outputs of each call, and with the record of a step that it committed.
+Watcher = Callable[[Sequence[SequenceOutput], StepRecord | None], None]
 
 
 def read_recording(lines: Iterable[bytes | str]) -> SchedulerRecording:
@@ -163,27 +167,36 @@ def open_replay(engine: EngineLine) -> Scheduler:
 
 
 def replay(
-    recording: SchedulerRecording, scheduler: Scheduler | None = None, run: Runner | None = None
+    recording: SchedulerRecording,
+    scheduler: Scheduler | None = None,
+    run: Runner | None = None,
+    watch: Watcher = lambda outputs, record: None,
 ) -> Replayed:
     """Repeat the calls; stops at the first plan that differs.
 
     With `run`, the plans of a full recording also run on a model, and its tokens are compared.
+    `watch` gets what the scheduler put out.
 
     Raises:
         ConfigError: A call does not follow from those before it.
     """
-    return _Replay(recording, scheduler or open_replay(recording.engine), run).result()
+    return _Replay(recording, scheduler or open_replay(recording.engine), run, watch).result()
 
 
 class _Replay:
     """One replay in progress."""
 
     def __init__(
-        self, recording: SchedulerRecording, scheduler: Scheduler, run: Runner | None
+        self,
+        recording: SchedulerRecording,
+        scheduler: Scheduler,
+        run: Runner | None,
+        watch: Watcher,
     ) -> None:
         self._recording = recording
         self._scheduler = scheduler
         self._run = run
+        self._watch = watch
         self._tokens = {} if recording.is_full else made_up_tokens(recording.requests)
         # the request and the index of each slot's sequence; those of the rows of steps in flight
         self._slots: dict[int, tuple[int, int]] = {}
@@ -216,14 +229,16 @@ class _Replay:
     def _repeat(self, call: RecordedCall) -> bool:
         """Whether a call had the recorded result."""
         scheduler, now = self._scheduler, call.at_s
+        outputs: Sequence[SequenceOutput] = ()
+        record: StepRecord | None = None
         match call.name:
             case "add":
                 return self._add(call)
             case "abort":
                 reason = call.reason or FinishReason.ABORTED
-                scheduler.abort(self._id(call.number), now, reason, call.index)
+                outputs = scheduler.abort(self._id(call.number), now, reason, call.index)
             case "expire":
-                scheduler.expire(now)
+                outputs = scheduler.expire(now)
             case "pause":
                 scheduler.pause(self._id(call.number), now)
             case "resume":
@@ -239,16 +254,20 @@ class _Replay:
             case "adapter_loaded":
                 scheduler.adapter_loaded(call.adapter, now)
             case "adapter_failed":
-                scheduler.adapter_failed(call.adapter, "its load failed", now)
+                outputs = scheduler.adapter_failed(call.adapter, "its load failed", now)
             case "plan":
                 return self._plan(call)
             case "commit":
-                plan, names, outcome = self._in_flight.popleft()
-                scheduler.commit(plan, self._step_result(plan, names, outcome, call), now)
+                plan, names, computed = self._in_flight.popleft()
+                result = self._step_result(plan, names, computed, call)
+                outcome = scheduler.commit(plan, result, now)
+                outputs, record = outcome.outputs, outcome.record
             case "fail":
-                scheduler.fail(self._in_flight.popleft()[0], "a step failed", now)
+                outputs = scheduler.fail(self._in_flight.popleft()[0], "a step failed", now)
             case _:
                 raise EngineError(f"there is no call {call.name!r}")
+        if outputs or record is not None:
+            self._watch(outputs, record)
         return True
 
     def _id(self, number: int) -> str:

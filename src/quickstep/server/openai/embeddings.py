@@ -110,12 +110,9 @@ class Embeddings:
             pooling,
             input_field,
         )
-        as_text = fields.encoding_format == "base64"
-        vectors = [_shortened(delta.embedding or (), fields.dimensions) for delta in answers.deltas]
-        data = [
-            Embedding("embedding", index, _base64(vector) if as_text else list(vector))
-            for index, vector in enumerate(vectors)
-        ]
+        vectors = [delta.embedding or () for delta in answers.deltas]
+        num_bytes = sum(map(len, vectors)) * BYTES_PER_NUMBER
+        data = await run.lanes.do(num_bytes, lambda: _embeddings(vectors, fields))
         return EmbeddingList(
             "list",
             data,
@@ -170,6 +167,16 @@ def _with_task(
     return [
         replace(prompt, text=before + prompt.text) if isinstance(prompt, TextPrompt) else prompt
         for prompt in prompts
+    ]
+
+
+def _embeddings(vectors: Sequence[Sequence[float]], fields: EmbeddingRequest) -> list[Embedding]:
+    """The vectors in the form that the request asks for. Raises RequestError."""
+    as_text = fields.encoding_format == "base64"
+    shortened = [_shortened(vector, fields.dimensions) for vector in vectors]
+    return [
+        Embedding("embedding", index, _base64(vector) if as_text else list(vector))
+        for index, vector in enumerate(shortened)
     ]
 
 

@@ -29,10 +29,7 @@ export async function getJson(path) {
   return (await request(path)).json();
 }
 
-export async function postJson(path, body) {
-  const headers = { "content-type": "application/json" };
-  return (await request(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
-}
+export const deleteAt = (path) => request(path, { method: "DELETE", keepalive: true });
 
 async function* textLines(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -51,10 +48,13 @@ async function* textLines(response) {
   }
 }
 
-/** The data of server-sent events. Throws if the stream ends before its last event. */
-export async function* events(path, body, signal) {
-  const headers = { "content-type": "application/json" };
-  const options = { method: "POST", headers, body: JSON.stringify(body), signal };
+/**
+ * The data of server-sent events: of a request with a `body`, or of one that only reads. Throws if the
+ * stream ends before its last event.
+ */
+export async function* events(path, { body, headers = {}, signal }) {
+  const posted = { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json", ...headers } };
+  const options = { ...(body ? posted : { headers }), signal };
   let isComplete = false;
   for await (const line of textLines(await request(path, options))) {
     if (!line.startsWith("data: ")) continue;

@@ -10,13 +10,16 @@ export const seriesColour = (place) => colour(COLOURS[place % COLOURS.length]);
 
 /**
  * A chart. `data` is [x, y1, y2, ...] with a name per y in `names`; `range` fixes the x axis.
- * `onRange` gets the range that the user has selected, null for all.
+ * `onRange` gets the range that the user has selected, null for all. The names in `scattered` have points
+ * instead of lines; `isLogarithmic` is for both axes; labels of the x axis count from `origin`.
  */
-export function LineChart({ title, names, data, range, onRange, xLabel, height = 150, steps = false }) {
+export function LineChart({
+  title, names, data, range, onRange, xLabel, height = 150, steps = false, scattered = [], isLogarithmic = false, origin = 0,
+}) {
   const element = useRef(null);
   const plot = useRef(null);
   const latest = useRef({});
-  latest.current = { range, onRange };
+  latest.current = { range, onRange, origin };
   useEffect(() => {
     const make = () => {
       plot.current?.destroy();
@@ -25,15 +28,22 @@ export function LineChart({ title, names, data, range, onRange, xLabel, height =
         width: element.current.clientWidth || 600,
         height,
         cursor: { sync: { key: onRange ? "timeline" : title } },
-        scales: {
+        scales: isLogarithmic ? { x: { time: false, distr: 3 }, y: { distr: 3 } } : {
           x: { time: false, range: (_, least, most) => latest.current.range ?? [least, most === least ? least + 1 : most] },
           y: { range: (_, __, most) => [0, (most || 1) * 1.05] },
         },
-        axes: [{ ...axis, size: xLabel ? 44 : 28, label: xLabel, labelSize: 16 }, axis],
+        axes: [
+          { ...axis, size: xLabel ? 44 : 28, label: xLabel, labelSize: 16,
+            ...(onRange && { values: (_, ticks) => ticks.map((tick) => `${+(tick - latest.current.origin).toFixed(6)}`) }) },
+          axis,
+        ],
         series: [
           { label: xLabel || T.seconds },
           ...names.map((name, place) => ({
-            label: name, stroke: seriesColour(place), width: 1.5, points: { show: false }, spanGaps: true,
+            label: name, stroke: seriesColour(place), spanGaps: true,
+            ...(scattered.includes(name)
+              ? { width: 0, points: { show: true, size: 8, fill: seriesColour(place) } }
+              : { width: 1.5, points: { show: false } }),
             ...(steps && { paths: uPlot.paths.stepped({ align: 1 }) }),
           })),
         ],

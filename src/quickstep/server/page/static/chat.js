@@ -1,11 +1,13 @@
 // The chat: conversations, messages, the field for the next item, and the settings.
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { apiKey, getJson } from "./api.js";
+import { Attachments, attached, contentOf } from "./attachments.js";
 import { codeOf } from "./code.js";
 import { fragmentOf } from "./markdown.js";
 import { Settings } from "./settings.js";
 import { T } from "./texts.js";
 import { Tokens } from "./tokens.js";
+import { ToolCalls, Tools } from "./tools.js";
 
 export function Chat({ session }) {
   const [hasSettings, setHasSettings] = useState(window.innerWidth > 1000);
@@ -91,7 +93,8 @@ function Message({ message, session }) {
   const [showsTokens, setShowsTokens] = useState(false);
   const isGenerating = session.generating?.message === message;
   const isAnswer = message.role === "assistant";
-  const name = isAnswer ? T.assistant : T.you;
+  const name = message.role === "tool" ? T.resultOf(message.name) : isAnswer ? T.assistant : T.you;
+  const hasCalls = message.toolCalls?.length > 0;
   return html`
     <article class="message ${message.role}" aria-busy=${String(isGenerating)} aria-label=${name}>
       <header><strong>${name}</strong><${Branches} message=${message} session=${session} /></header>
@@ -108,17 +111,19 @@ function Message({ message, session }) {
       ${edited === null && (isAnswer
         ? showsTokens ? html`<${Tokens} message=${message} session=${session} />` : html`<${Markdown} text=${message.text} />`
         : html`<div class="text">${message.text}</div>`)}
-      ${message.toolCalls?.map((call) => html`<pre class="call">${call.name}(${call.arguments})</pre>`)}
+      <${Attachments} attachments=${message.attachments} />
+      ${hasCalls && html`<${ToolCalls} message=${message} session=${session}
+        isLast=${!isGenerating && session.conversation.leaf === message.id} />`}
       ${isGenerating && !message.text && html`<p class="note">${progressText(session.generating.progress)}</p>`}
       ${message.note && html`<p class="note" role="status">${message.note}</p>`}
       ${isAnswer && !isGenerating && html`<${Figures} message=${message} />`}
       <footer>
         ${!isGenerating && html`
-          <button type="button" onClick=${() => navigator.clipboard?.writeText(message.text)}>${T.copy}</button>
+          <button type="button" onClick=${() => navigator.clipboard?.writeText(contentOf(message))}>${T.copy}</button>
           ${isAnswer && html`
             <button type="button" onClick=${() => session.regenerate(message, message.seed)}>${T.sameSeed}</button>
             <button type="button" onClick=${() => session.regenerate(message, message.seed + 1)}>${T.nextSeed}</button>
-            <button type="button" onClick=${() => session.continue(message)}>${T.continueAnswer}</button>
+            ${!hasCalls && html`<button type="button" onClick=${() => session.continue(message)}>${T.continueAnswer}</button>`}
             <button type="button" aria-pressed=${String(showsTokens)} onClick=${() => setShowsTokens(!showsTokens)}>${T.tokens}</button>`}
           ${!isAnswer && html`<button type="button" onClick=${() => setEdited(message.text)}>${T.edit}</button>`}`}
       </footer>
@@ -184,12 +189,24 @@ function Figures({ message }) {
 
 function NextMessage({ session }) {
   const [text, setText] = useState("");
+  const [files, setFiles] = useState([]);
   const field = useRef(null);
+  const isEmpty = !text && !files.length;
   const submit = (event) => {
     event.preventDefault();
-    if (session.generating || !text) return;
-    session.send(text);
+    if (session.generating || isEmpty) return;
+    session.send(text, files);
     setText("");
+    setFiles([]);
+  };
+  const attach = async (event) => {
+    try {
+      const more = await attached(event.target.files);
+      setFiles([...files, ...more]);
+    } catch (error) {
+      session.set({ problem: error });
+    }
+    event.target.value = "";
   };
   const onKey = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
@@ -201,9 +218,11 @@ function NextMessage({ session }) {
       <textarea ref=${field} rows="3" aria-label=${T.message} value=${text}
         placeholder=${session.isRaw ? T.promptPlaceholder : T.messagePlaceholder}
         onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
+      <label class="button">${T.attach}<input type="file" multiple onChange=${attach} /></label>
       ${session.generating
         ? html`<button type="button" onClick=${() => session.stop()}>${T.stop}</button>`
-        : html`<button class="main" disabled=${!text}>${T.send}</button>`}
+        : html`<button class="main" disabled=${isEmpty}>${T.send}</button>`}
+      <${Attachments} attachments=${files} onRemove=${(place) => setFiles(files.filter((_, at) => at !== place))} />
       ${last && html`
         <label class="context">${T.context}
           <meter min="0" max=${session.contextLength} value=${last.usage.total_tokens}></meter>
@@ -217,15 +236,17 @@ function Panel({ session }) {
   const languages = [["curl", T.curl], ["python", T.python], ["javascript", T.javascript]];
   return html`
     <label>${T.model}
-      <select value=${session.model || session.models[0]?.id} onChange=${(event) => session.set({ model: event.target.value })}>
+      <select value=${session.model || session.models[0]?.id} onFocus=${() => session.connect()} onChange=${(event) => session.set({ model: event.target.value })}>
         ${session.models.length === 0 && html`<option value="">${T.noModels}</option>`}
-        ${session.models.map((model) => html`<option value=${model.id}>${model.id}</option>`)}
+        ${session.models.map((model) => html`
+          <option value=${model.id}>${model.status ? T.modelState(model.id, model.status.state) : model.id}</option>`)}
       </select></label>
     <label><input type="checkbox" checked=${session.isRaw}
       onChange=${(event) => session.set({ isRaw: event.target.checked })} /> ${T.raw}</label>
     <label>${T.system}
       <textarea rows="3" value=${session.conversation.system}
         onChange=${(event) => session.setSystem(event.target.value)}></textarea></label>
+    <${Tools} session=${session} />
     <${Settings} session=${session} />
     <fieldset>
       <legend>${T.exportCode}</legend>

@@ -31,8 +31,21 @@ export function addMessage(conversation, parent, fields) {
   const message = { id: newId(), parent, created: performance.timeOrigin + performance.now(), ...fields };
   conversation.messages[message.id] = message;
   conversation.leaf = message.id;
-  if (!conversation.title && message.role === "user") conversation.title = message.text.slice(0, 60);
+  if (!conversation.title && message.role === "user") {
+    conversation.title = (message.text || message.attachments?.[0]?.name || "").slice(0, 60);
+  }
   return message;
+}
+
+/** The answer that had not ended when this page was left; its `before` is what it began with. */
+export const unfinished = (conversation) =>
+  Object.values(conversation.messages).find((message) => message.before);
+
+/** Take back what came since the answer began. */
+export function resetAnswer(answer) {
+  const { text, reasoning, numTokens } = answer.before;
+  Object.assign(answer, { text, reasoning, tokens: answer.tokens.slice(0, numTokens) });
+  delete answer.toolCalls;
 }
 
 /** Display the branch of `message`: its newest descendants. */

@@ -1,6 +1,7 @@
 // A model's output as HTML. The output is data: HTML in it is displayed as text, DOMPurify leaves
 // only elements of text, nothing that loads, submits or styles, and the page's policy would refuse to
 // run or load the rest.
+import { formulas, replaceFormulas } from "./math.js";
 import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
 import hljs from "./vendor/highlight.js";
@@ -27,6 +28,7 @@ for (const [name, grammar] of Object.entries(LANGUAGES)) hljs.registerLanguage(n
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const escaped = (text) => text.replace(/[&<>"]/g, (char) => ESCAPES[char]);
 const marked = new Marked({
+  extensions: formulas(escaped),
   gfm: true,
   breaks: true,
   renderer: { html: ({ text }) => escaped(text), image: ({ href, text }) => escaped(`![${text}](${href})`) },
@@ -47,6 +49,7 @@ const RULES = {
 /** A fragment of the document for a text in Markdown. */
 export function fragmentOf(text) {
   const fragment = DOMPurify.sanitize(marked.parse(text), RULES);
+  replaceFormulas(fragment);
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer nofollow";

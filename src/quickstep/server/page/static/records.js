@@ -7,6 +7,9 @@ const MAX_SEQUENCES = 4000;
 const LIVE_EVERY_MS = 1000;
 const RETRY_MS = 2000;
 
+/** A file of `serve --record`: the scheduler's calls, from which `replay` makes the records. */
+export class CallsError extends Error {}
+
 /** The newest records, at most `MAX_STEPS` steps and `MAX_SEQUENCES` sequences. */
 export class Records {
   constructor() {
@@ -59,7 +62,9 @@ export class Records {
   /** The records of a file: lines of JSON. Throws if it has none. */
   static ofText(text) {
     const lines = text.split("\n").filter((line) => line.trim().startsWith("{"));
-    const records = Records.of(lines.map((line) => JSON.parse(line)));
+    const parsed = lines.map((line) => JSON.parse(line));
+    if (parsed[0]?.kind === "engine") throw new CallsError();
+    const records = Records.of(parsed);
     if (records.isEmpty) throw new Error("no records");
     return records;
   }

@@ -1,6 +1,7 @@
-// The figures of simulated runs: the table, and latency and throughput as curves.
+// The figures of a report: its table and curves, and the memory of a device as a bar.
 import { html } from "./html.js";
 import { LineChart } from "./charts.js";
+import { T } from "./texts.js";
 
 export function Runs({ report }) {
   return html`
@@ -13,12 +14,27 @@ export function Runs({ report }) {
             place === 0 ? html`<th scope="row">${cell}</th>` : html`<td>${cell}</td>`)}</tr>`)}</tbody>
         </table>
       </div>
+      ${report.memory.length > 0 && html`<${Memory} parts=${report.memory} />`}
       <div class="grid">
         ${report.charts.map((chart) => html`
           <${LineChart} key=${chart.title} title="${chart.title} (${chart.y_unit})" xLabel=${chart.x_unit} height=${240}
-            names=${chart.lines.map((line) => line.name)} data=${joined(chart.lines)} />`)}
+            names=${chart.lines.map((line) => line.name)} data=${joined(chart.lines)} isLogarithmic=${chart.is_logarithmic}
+            scattered=${chart.lines.filter((line) => line.is_scattered).map((line) => line.name)} />`)}
       </div>
     </div>`;
+}
+
+function Memory({ parts }) {
+  const total = parts.reduce((sum, part) => sum + part.num_bytes, 0) || 1;
+  return html`
+    <h2>${T.memory}</h2>
+    <div class="memory" role="img" aria-label=${T.memory}>
+      ${parts.map((part, place) => html`
+        <i class="part-${place % 6}" style=${{ flexGrow: (1e3 * part.num_bytes) / total }} title="${part.name}: ${part.detail}"></i>`)}
+    </div>
+    <ul class="parts">
+      ${parts.map((part, place) => html`<li><i class="swatch part-${place % 6}"></i>${part.name}: ${part.detail}</li>`)}
+    </ul>`;
 }
 
 /** Lines of their own points as columns over all x. */

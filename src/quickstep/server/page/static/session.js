@@ -1,12 +1,14 @@
 // The state of the chat: the open conversation, the settings, and the answer that is generated. The
 // components display it, and call its methods; `onChange` is called after each change.
-import { events, getJson } from "./api.js";
+import { deleteAt, events, getJson } from "./api.js";
+import { contentOf } from "./attachments.js";
 import * as store from "./conversations.js";
 import { T } from "./texts.js";
 
 const SETTINGS = "quickstep.settings";
 const TOP_LOGPROBS = 5;
 const MAX_NEW_SEED = 2 ** 31;
+const CONVERSATION_HEADER = "x-conversation-id";
 
 export class Session {
   constructor(onChange) {
@@ -19,7 +21,9 @@ export class Session {
     this.model = "";
     this.isRaw = false;
     this.problem = null; // the last error, {message, param}
-    this.generating = null; // {message, abort, progress}
+    this.generating = null; // {message, abort, progress, isLeft}
+    this._ending = null; // a request to end an answer
+    addEventListener("pagehide", () => this._leave());
     Object.assign(this, JSON.parse(localStorage.getItem(SETTINGS) || "{}"));
   }
 
@@ -31,14 +35,16 @@ export class Session {
     }
     this.onChange();
     await this.connect();
+    const unfinished = this.conversations.find(store.unfinished);
+    if (unfinished && !this.path.length) this.open(unfinished);
   }
 
-  /** Read the models and the fields of a request, again after the key has changed. */
+  /** Read the models, again after the key has changed, and the fields of a request. */
   async connect() {
     try {
-      const [models, document] = await Promise.all([getJson("v1/models"), getJson("openapi.json")]);
+      const [models, document] = await Promise.all([getJson("v1/models"), this.schema || getJson("openapi.json")]);
       this.models = models.data;
-      this.schema = document.components.schemas.ChatRequest;
+      this.schema ||= document.components.schemas.ChatRequest;
       this.problem = null;
     } catch (error) {
       this.problem = error;
@@ -74,15 +80,17 @@ export class Session {
   // conversations
 
   start() {
-    this.stop();
+    this._leave();
     this.conversation = store.newConversation(this.conversation.system);
     this.onChange();
   }
 
   open(conversation) {
-    this.stop();
+    this._leave();
     this.conversation = conversation;
     this.onChange();
+    const answer = store.unfinished(conversation);
+    if (answer) this._follow(answer, (signal) => this._again(answer, signal));
   }
 
   async remove(conversation) {
@@ -114,15 +122,26 @@ export class Session {
 
   // messages
 
-  send(text) {
-    const message = store.addMessage(this.conversation, this.conversation.leaf, { role: "user", text });
-    return this._answer(message.id, {});
+  send(text, attachments) {
+    const fields = { role: "user", text, ...(attachments?.length && { attachments }) };
+    return this._answer(store.addMessage(this.conversation, this.conversation.leaf, fields).id, {});
   }
 
-  /** A message of the user with another text, as a branch. */
+  /** A message with another text, as a branch. */
   edit(message, text) {
-    const edited = store.addMessage(this.conversation, message.parent, { role: "user", text });
+    const { role, attachments, callId, name } = message;
+    const edited = store.addMessage(this.conversation, message.parent, { role, text, attachments, callId, name });
     return this._answer(edited.id, {});
+  }
+
+  /** What the tools returned that an answer called, in the order of its calls. */
+  sendResults(message, results) {
+    let parent = message.id;
+    message.toolCalls.forEach((call, place) => {
+      const fields = { role: "tool", text: results[place], callId: call.id, name: call.name };
+      parent = store.addMessage(this.conversation, parent, fields).id;
+    });
+    return this._answer(parent, {});
   }
 
   /** Another answer to the same message. */
@@ -148,7 +167,25 @@ export class Session {
   }
 
   stop() {
-    this.generating?.abort.abort();
+    if (!this.generating) return;
+    this._ending = deleteAt(this._stream).catch(() => {});
+    this.generating.abort.abort();
+  }
+
+  /** Read no more; the server goes on, and `open` reads what it has kept. */
+  _leave() {
+    if (!this.generating) return;
+    this.generating.isLeft = true;
+    this.generating.abort.abort();
+  }
+
+  /** Where the server keeps the answer that is generated, for clients that were cut off. */
+  get _stream() {
+    return `v1/stream/${encodeURIComponent(this._streamName)}`;
+  }
+
+  get _streamName() {
+    return `page-${this.conversation.id}`;
   }
 
   /** The body of the request for an answer to the messages up to `parent`, with `prefix` written. */
@@ -166,7 +203,7 @@ export class Session {
       const prompt = path.map((message) => message.text).join("") + prefix;
       return { ...body, prompt, logprobs: TOP_LOGPROBS, max_tokens: body.max_tokens ?? 256 };
     }
-    const messages = path.map(({ role, text }) => ({ role, content: text }));
+    const messages = path.map(asSent);
     if (this.conversation.system) messages.unshift({ role: "system", content: this.conversation.system });
     if (prefix) messages.push({ role: "assistant", content: prefix });
     return {
@@ -180,34 +217,71 @@ export class Session {
   }
 
   async _answer(parent, { message, seed }) {
-    this.stop();
+    this.generating?.abort.abort(); // the server ends it when the next request of the conversation comes
     const chosen = seed ?? this.fields.seed ?? Math.floor(Math.random() * MAX_NEW_SEED);
     const body = this.body(parent, message?.text ?? "", chosen);
     const answer = message ?? store.addMessage(this.conversation, parent, {
       role: "assistant", text: "", reasoning: "", tokens: [],
     });
-    Object.assign(answer, { seed: chosen, note: "", finish: null, figures: null });
+    const before = { text: answer.text, reasoning: answer.reasoning, numTokens: answer.tokens.length };
+    Object.assign(answer, { seed: chosen, note: "", finish: null, figures: null, before });
     this.conversation.leaf = answer.id;
-    const generating = { message: answer, abort: new AbortController(), progress: null };
-    this.generating = generating;
     this.problem = null;
+    const following = this._follow(answer, (signal) => this._first(body, signal));
+    this._save(); // a page that is loaded again finds that the answer has begun
+    return following;
+  }
+
+  /** Read an answer to its end; again from its start if the connection breaks. */
+  async _follow(answer, open) {
+    const generating = { message: answer, abort: new AbortController(), progress: null, isLeft: false };
+    const { signal } = generating.abort;
+    this.generating = generating;
     this.onChange();
     const times = { sent: performance.now(), first: null, last: null, count: 0 };
-    try {
-      for await (const chunk of events(this.route, body, generating.abort.signal)) {
+    const read = async (chunks) => {
+      for await (const chunk of chunks) {
         this._read(chunk, answer, generating, times);
         this.onChange();
       }
+    };
+    try {
+      try {
+        await read(open(signal));
+      } catch (lost) {
+        if (lost.status || signal.aborted) throw lost;
+        await read(this._again(answer, signal)).catch(() => { throw lost; });
+      }
       if (answer.finish === "length") answer.note = T.lengthLimit;
     } catch (error) {
-      if (error.name === "AbortError") answer.note = T.stopped;
+      if (generating.isLeft) {
+        if (this.generating === generating) this.generating = null;
+        return;
+      }
+      if (signal.aborted) answer.note = T.stopped;
       else if (error.status && error.status < 500) this.problem = error;
       else answer.note = T.interrupted(error.message);
       if (this.problem) answer.note = error.message;
     }
     if (this.generating === generating) this.generating = null;
+    delete answer.before;
     answer.figures = { ...figuresOf(times), ...answer.figures };
     this._save();
+  }
+
+  async *_first(body, signal) {
+    await this._ending; // it names the same stream
+    yield* events(this.route, { body, headers: { [CONVERSATION_HEADER]: this._streamName }, signal });
+  }
+
+  /** The chunks of an answer that the server has kept, from the first on. */
+  async *_again(answer, signal) {
+    let isFirst = true;
+    for await (const chunk of events(`${this._stream}?from=0`, { signal })) {
+      if (isFirst) store.resetAnswer(answer);
+      isFirst = false;
+      yield chunk;
+    }
   }
 
   _read(chunk, answer, generating, times) {
@@ -232,9 +306,22 @@ export class Session {
   }
 }
 
-function addToolCall(answer, { index, function: { name, arguments: text } }) {
+/** A message in the form of a request. */
+function asSent(message) {
+  const sent = { role: message.role, content: contentOf(message) };
+  if (message.callId !== undefined) sent.tool_call_id = message.callId;
+  if (message.toolCalls?.length) {
+    sent.tool_calls = message.toolCalls.map(({ id, name, arguments: text }) => ({
+      id, type: "function", function: { name, arguments: text },
+    }));
+  }
+  return sent;
+}
+
+function addToolCall(answer, { index, id, function: { name, arguments: text } }) {
   answer.toolCalls ??= [];
-  const call = (answer.toolCalls[index] ??= { name: "", arguments: "" });
+  const call = (answer.toolCalls[index] ??= { id: "", name: "", arguments: "" });
+  call.id ||= id ?? "";
   call.name += name ?? "";
   call.arguments += text ?? "";
 }

@@ -3,14 +3,15 @@
 import { html, useState } from "./html.js";
 import { T } from "./texts.js";
 
-// what the chat sets itself
+// what the chat sets itself, and what has an editor of its own
 const OWN = new Set([
-  "messages", "model", "stream", "stream_options", "quickstep_timings", "logprobs", "top_logprobs",
+  "tools", "messages", "model", "stream", "stream_options", "quickstep_timings", "logprobs", "top_logprobs",
   "continue_final_message", "add_generation_prompt", "return_progress", "n", "echo", "use_beam_search",
 ]);
 const FIRST = [
   "preset", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty",
-  "presence_penalty", "frequency_penalty", "json_schema", "grammar", "stop", "tools", "reasoning_effort",
+  "presence_penalty", "frequency_penalty", "json_schema", "grammar", "stop", "tool_choice",
+  "reasoning_effort",
 ];
 
 export function Settings({ session }) {

@@ -2,7 +2,8 @@
 import { html, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./html.js";
 import { getJson } from "./api.js";
 import { LineChart, colour } from "./charts.js";
-import { Records, follow } from "./records.js";
+import { CallsError, Records, follow } from "./records.js";
+import { Tenants } from "./tenants.js";
 import { T } from "./texts.js";
 
 const WINDOWS = [5, 15, 60];
@@ -24,6 +25,7 @@ export function Timeline({ report }) {
   const [seconds, setSeconds] = useState(report ? 0 : 15); // 0 for all
   const [isPaused, setPaused] = useState(Boolean(report));
   const [selected, setSelected] = useState(null);
+  const [byTenant, setByTenant] = useState(false);
   const [version, redraw] = useReducer((count) => count + 1, 0);
   useEffect(() => {
     if (report || source) return undefined;
@@ -62,8 +64,8 @@ export function Timeline({ report }) {
       setSeconds(0);
       setPaused(true);
       setState("");
-    } catch {
-      setState(T.badFile(file.name));
+    } catch (error) {
+      setState(error instanceof CallsError ? T.callsFile(file.name) : T.badFile(file.name));
     }
     event.target.value = "";
   };
@@ -81,7 +83,9 @@ export function Timeline({ report }) {
     setRange(null);
   };
   const columns = useMemo(() => thinned(steps), [steps]);
-  const chart = { range: visible, onRange: zoom };
+  const sequences = sequencesWithin(records, visible);
+  const rows = rowsOf(sequences, byTenant);
+  const chart = { range: visible, onRange: zoom, origin };
   return html`
     <div class="timeline" tabindex="-1" onKeyDown=${(event) => {
       if (event.key === " " && event.target.tagName === "DIV") { event.preventDefault(); setPaused(!isPaused); }
@@ -97,6 +101,7 @@ export function Timeline({ report }) {
         <label>${T.seconds} <select value=${seconds} onChange=${(event) => { setSeconds(Number(event.target.value)); setRange(null); }}>
           ${WINDOWS.map((value) => html`<option value=${value}>${value}</option>`)}
           <option value="0">${T.everything}</option></select></label>
+        <label><input type="checkbox" checked=${byTenant} onChange=${(event) => setByTenant(event.target.checked)} /> ${T.byTenant}</label>
         ${!report && html`<label class="button">${T.openRecording}
           <input type="file" accept=".jsonl,.ndjson,.json" onChange=${open} /></label>`}
         <span class="state" role="status">${source ? (report ? "" : T.recording(source)) : isPaused ? T.paused : state === "live" ? T.live : state}
@@ -106,7 +111,7 @@ export function Timeline({ report }) {
       ${records.isEmpty && html`<p class="note">${T.noRecords}</p>`}
       <p class="note">${T.selectHint}</p>
       <${Steps} steps=${steps} range=${visible} selected=${selected} onSelect=${setSelected} onRange=${zoom} version=${version} />
-      <${Requests} records=${records} range=${visible} selected=${selected} onSelect=${setSelected} onRange=${zoom} version=${version} />
+      <${Requests} rows=${rows} byTenant=${byTenant} range=${visible} selected=${selected} onSelect=${setSelected} onRange=${zoom} version=${version} />
       <${Details} selected=${selected} records=${records} isLive=${!source && !report} onClose=${() => setSelected(null)} />
       <div class="grid">
         <${LineChart} ...${chart} title=${T.kvBlocks} names=${[T.usedBlocks, T.freeBlocks]} steps=${true}
@@ -116,6 +121,7 @@ export function Timeline({ report }) {
         <${LineChart} ...${chart} title=${T.stepTimes} names=${[T.measured, T.predicted]}
           data=${[columns.time, columns.measured, columns.predicted]} />
       </div>
+      <${Tenants} sequences=${sequences} />
       <${RequestList} records=${records} origin=${origin} onSelect=${setSelected} />
     </div>`;
 }
@@ -265,12 +271,18 @@ function Steps({ steps, range, selected, onSelect, onRange }) {
     range=${range} draw=${draw} find=${find} onSelect=${onSelect} onRange=${onRange} />`;
 }
 
-/** The sequences in a range, oldest first; of many, the newest. */
+/** The sequences in a range, oldest first. */
 function sequencesWithin(records, [from, to]) {
   return [...records.sequences.values()]
     .filter(({ timings }) => timings.finished_s >= from && timings.arrival_s <= to)
-    .sort((a, b) => a.timings.arrival_s - b.timings.arrival_s)
-    .slice(-MAX_ROWS);
+    .sort((a, b) => a.timings.arrival_s - b.timings.arrival_s);
+}
+
+/** Those that are drawn: of many, the newest; with `byTenant`, a lane of rows for each tenant. */
+function rowsOf(sequences, byTenant) {
+  const newest = sequences.slice(-MAX_ROWS);
+  const order = (sequence) => sequence.tenant ?? "";
+  return byTenant ? newest.sort((a, b) => order(a).localeCompare(order(b))) : newest;
 }
 
 /** (activity, from, to) of a sequence. */
@@ -281,8 +293,7 @@ function spansOf({ timings }) {
   ]);
 }
 
-function Requests({ records, range, selected, onSelect, onRange }) {
-  const rows = sequencesWithin(records, range);
+function Requests({ rows, byTenant, range, selected, onSelect, onRange }) {
   const draw = (context, width, x) => {
     const colours = Object.fromEntries(Object.keys(T.activities).map((name) => [name, colour(`--${name}`)]));
     rows.forEach((sequence, place) => {
@@ -290,7 +301,11 @@ function Requests({ records, range, selected, onSelect, onRange }) {
       context.fillStyle = requestColour(sequence.request_id);
       context.fillRect(0, top + 3, 10, ROW_HEIGHT - 6);
       context.fillStyle = colour("--soft");
-      context.fillText(sequence.request_id.slice(-9), 14, top + ROW_HEIGHT / 2);
+      const tenant = sequence.tenant ?? "";
+      const begins = byTenant && (place === 0 || tenant !== (rows[place - 1].tenant ?? ""));
+      if (begins) context.fillRect(0, top, width, 1);
+      const label = byTenant ? (begins ? tenant || T.noTenant : "") : sequence.request_id.slice(-9);
+      context.fillText(label, 14, top + ROW_HEIGHT / 2, LABEL_WIDTH - 16);
       for (const [activity, since, until] of spansOf(sequence)) {
         const left = Math.max(LABEL_WIDTH, x(since));
         const right = Math.min(width, x(until));

@@ -1,0 +1,120 @@
+"""What a message may carry, and answers that outlive the page: tools, files, reloads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from page_actions import last_answer, send, text_of, write_answers
+from playwright.sync_api import Page, Route, expect
+
+CALL = {
+    "index": 0,
+    "id": "call-7",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
+}
+
+
+def write_call(page: Page) -> list:
+    """Have the first request answered with a call, the next with a text; returns the bodies."""
+    bodies: list = []
+
+    def fulfil(route: Route) -> None:
+        bodies.append(json.loads(route.request.post_data or ""))
+        delta = {"tool_calls": [CALL]} if len(bodies) == 1 else {"content": "It rains."}
+        event = {"id": "a", "choices": [{"index": 0, "delta": delta}]}
+        route.fulfill(
+            content_type="text/event-stream", body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
+        )
+
+    page.route("**/v1/chat/completions", fulfil)
+    return bodies
+
+
+def test_the_result_of_a_call_is_written_by_hand(page: Page) -> None:
+    bodies = write_call(page)
+    page.get_by_text("Tools", exact=True).click()
+    page.get_by_role("button", name="Add a tool").click()
+    page.get_by_label("Name", exact=True).fill("weather")
+    page.get_by_label("Description", exact=True).fill("The weather of a city")
+    parameters = page.get_by_label("Parameters, as JSON schema")
+    parameters.fill("{")
+    parameters.blur()
+    expect(page.get_by_text("This is no valid JSON.")).to_be_visible()
+    parameters.fill('{"type": "object", "properties": {"city": {"type": "string"}}}')
+    parameters.blur()
+    answer = send(page, "Does it rain in Bonn?")
+    function = bodies[0]["tools"][0]["function"]
+    assert (function["name"], function["description"]) == ("weather", "The weather of a city")
+    assert function["parameters"]["properties"] == {"city": {"type": "string"}}
+    expect(answer.locator(".call")).to_have_text('weather({"city": "Bonn"})')
+    answer.get_by_label("Result of weather").fill("rain")
+    answer.get_by_role("button", name="Send results").click()
+    expect(last_answer(page).locator(".markdown")).to_have_text("It rains.")
+    asked, called, returned = bodies[1]["messages"]
+    assert asked == {"role": "user", "content": "Does it rain in Bonn?"}
+    function = {"name": "weather", "arguments": '{"city": "Bonn"}'}
+    assert called["tool_calls"] == [{"id": "call-7", "type": "function", "function": function}]
+    assert returned == {"role": "tool", "content": "rain", "tool_call_id": "call-7"}
+
+
+def test_a_text_file_goes_with_a_message(page: Page, tmp_path: Path) -> None:
+    bodies = write_answers(page, [["read"]])
+    (tmp_path / "notes.md").write_text("```python\nx = 1\n```\n")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    attach = page.get_by_label("Attach", exact=True)
+    attach.set_input_files(tmp_path / "image.png")
+    expect(page.get_by_role("alert")).to_contain_text("image.png is no text in UTF-8")
+    attach.set_input_files(tmp_path / "notes.md")
+    send(page, "What is x?")
+    content = bodies[0]["messages"][0]["content"]
+    assert content == "What is x?\n\nnotes.md:\n````\n```python\nx = 1\n```\n\n````"
+    expect(page.get_by_label("You", exact=True).get_by_text("notes.md (")).to_be_visible()
+
+
+def test_an_answer_goes_on_after_a_reload(page: Page) -> None:
+    page.get_by_label("max_tokens", exact=True).fill("900")
+    page.get_by_text("More fields").click()
+    page.get_by_label("ignore_eos", exact=True).select_option("true")
+    page.get_by_label("Message", exact=True).fill("count")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Assistant", exact=True).locator(".markdown")).not_to_be_empty()
+    page.reload()
+    answer = last_answer(page)
+    expect(answer.get_by_text("limit of tokens")).to_be_visible()
+    text = text_of(answer)
+    answer.get_by_role("button", name="Again, same seed").click()
+    page.get_by_text("2 of 2").wait_for()
+    assert text_of(last_answer(page)) == text
+
+
+def test_a_connection_that_breaks_is_taken_up_again(page: Page) -> None:
+    sent = []
+
+    def cut(route: Route) -> None:
+        answer = route.fetch()
+        sent.append(answer.text())
+        route.fulfill(response=answer, body=sent[0][: len(sent[0]) // 2])
+
+    page.route("**/v1/chat/completions", cut)
+    page.get_by_label("max_tokens", exact=True).fill("40")
+    answer = send(page, "def add(a, b):")
+    events = [line[6:] for line in sent[0].split("\n") if line.startswith("data: {")]
+    deltas = [json.loads(event)["choices"] for event in events]
+    complete = "".join(choice[0]["delta"].get("content") or "" for choice in deltas if choice)
+    answer.get_by_role("button", name="Tokens", exact=True).click()
+    tokens = "".join(answer.locator(".token").all_inner_texts()).removesuffix("<|im_end|>")
+    assert tokens.replace("⏎", "").split() == complete.split()
+
+
+def test_another_conversation_leaves_an_answer_running(page: Page) -> None:
+    page.get_by_label("max_tokens", exact=True).fill("600")
+    page.get_by_text("More fields").click()
+    page.get_by_label("ignore_eos", exact=True).select_option("true")
+    page.get_by_label("Message", exact=True).fill("count on")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Assistant", exact=True).locator(".markdown")).not_to_be_empty()
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="count on", exact=True).click()
+    expect(last_answer(page).get_by_text("limit of tokens")).to_be_visible()
