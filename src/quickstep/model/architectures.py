@@ -64,9 +64,8 @@ def _no_scale(fields: ConfigFields, head_size: int) -> float:
 
 
 def _falcon_scale(fields: ConfigFields, head_size: int) -> float:
-    """Queries, keys and values have a factor of what they are products of, and keys another one."""
-    factor = fields.number("attention_in_multiplier")
-    return factor * factor * fields.number("key_multiplier") / math.sqrt(head_size)
+    """With the factor of keys."""
+    return fields.number("key_multiplier") / math.sqrt(head_size)
 
 
 def _no_multipliers(fields: ConfigFields) -> Multipliers:

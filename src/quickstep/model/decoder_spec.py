@@ -423,14 +423,17 @@ class Multipliers(msgspec.Struct, frozen=True):
     """Factors of the parts of every layer (Falcon-H1).
 
     Attributes:
-        attention, state: Of the outputs of attention and of the state mixer.
-        mlp_input, mlp_output: Of what the MLP reads and returns.
+        attention_input, state_input: Of what attention and the state mixer read.
+        attention, state, mlp: Of what these and the MLP return.
+        gate: Of the MLP's gate.
     """
 
+    attention_input: float = 1.0
     attention: float = 1.0
+    state_input: float = 1.0
     state: float = 1.0
-    mlp_input: float = 1.0
-    mlp_output: float = 1.0
+    gate: float = 1.0
+    mlp: float = 1.0
 
 
 class LongContext(msgspec.Struct, frozen=True):

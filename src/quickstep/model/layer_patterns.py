@@ -159,20 +159,19 @@ def falcon_h1_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     _read_initial_steps(fields)
     expanded = fields.integer("mamba_expand") * fields.integer("hidden_size")
     mamba = _mamba2(fields, fields.optional_integer("mamba_d_ssm") or expanded)
-    first, factors = fields.number("ssm_in_multiplier"), _numbers(fields, "ssm_multipliers", 5)
+    gate, values, keys, queries, steps = _numbers(fields, "ssm_multipliers", 5)
     is_normed, before = fields.flag("mamba_rms_norm"), fields.flag("mamba_norm_before_gate")
     if is_normed and before:
         raise ConfigError(
             f"{fields.source} sets 'mamba_norm_before_gate'; a norm before the gate is not "
             "implemented"
         )
-    if mamba.bias != fields.flag("projectors_bias") or (mamba.bias and first != 1.0):
+    if mamba.bias != fields.flag("projectors_bias"):
         raise ConfigError(
-            f"{fields.source} sets 'mamba_proj_bias' to {mamba.bias}; with a bias, "
-            "'projectors_bias' must be set too, and ssm_in_multiplier be 1"
+            f"{fields.source} sets 'mamba_proj_bias' to {mamba.bias} and 'projectors_bias' to "
+            f"{not mamba.bias}; they must agree"
         )
-    scaled = tuple([first * factor for factor in factors])
-    mamba = replace(mamba, has_norm=is_normed, factors=scaled)
+    mamba = replace(mamba, has_norm=is_normed, factors=(gate, values, keys, queries, steps))
     return (mamba,) * num_layers
 
 
@@ -192,22 +191,17 @@ def _numbers(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
 
 
 def falcon_h1_multipliers(fields: ConfigFields) -> Multipliers:
-    """Values are scaled where they are read, and what multiplies a gate goes through the input of
-    the MLP, of which up is a factor too.
-    """
+    """But for that of keys, which is in the scale of attention."""
     gate, down = _numbers(fields, "mlp_multipliers", 2)
-    inner = fields.number("attention_in_multiplier")
-    has_bias = any(fields.flag(name) for name in ("attention_bias", "mlp_bias"))
-    if not gate or (has_bias and (inner, gate) != (1.0, 1.0)):
-        raise ConfigError(
-            f"{fields.source} sets mlp_multipliers of {gate:g} and an attention_in_multiplier of "
-            f"{inner:g}; the first may not be 0, and with biases both must be 1"
-        )
+    if not gate:
+        raise ConfigError(f"{fields.source} sets the first of 'mlp_multipliers' to 0")
     return Multipliers(
-        attention=inner * fields.number("attention_out_multiplier"),
+        attention_input=fields.number("attention_in_multiplier"),
+        attention=fields.number("attention_out_multiplier"),
+        state_input=fields.number("ssm_in_multiplier"),
         state=fields.number("ssm_out_multiplier"),
-        mlp_input=gate,
-        mlp_output=down / gate,
+        gate=gate,
+        mlp=down,
     )
 
 

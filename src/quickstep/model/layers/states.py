@@ -68,7 +68,9 @@ class AttentionAndState:
 
     def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
         """Those of attention, then that of the state."""
-        return *self._attention.write(x, step), *self._state.write(x, step)
+        multipliers = self._multipliers
+        of_attention = self._attention.write(scaled(x, multipliers.attention_input), step)
+        return *of_attention, *self._state.write(scaled(x, multipliers.state_input), step)
 
     def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """[T, hidden] of the rows."""
