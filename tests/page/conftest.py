@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,10 @@ class Watched:
             self.problems.append(text)
 
 
-@pytest.fixture(scope="session")
-def address() -> Iterator[str]:
-    """A server without keys, without `/v1`."""
-    with subprocess.Popen([PYTHON, *SERVE], stderr=subprocess.PIPE, text=True) as process:
+@contextmanager
+def served(*flags: str) -> Iterator[str]:
+    """The address of a server, without `/v1`."""
+    with subprocess.Popen([PYTHON, *SERVE, *flags], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             for line in process.stderr:
@@ -59,6 +60,20 @@ def address() -> Iterator[str]:
                 raise AssertionError("the server did not start")
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """A server without keys."""
+    with served() as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def keyed_address() -> Iterator[str]:
+    """A server with the keys AAAA and BBBB of two users."""
+    with served("--api-key", "ann=AAAA", "--api-key", "ben=BBBB") as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

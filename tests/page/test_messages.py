@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from page_actions import last_answer, send, text_of, write_answers
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 CALL = {
     "index": 0,
@@ -118,3 +118,40 @@ def test_another_conversation_leaves_an_answer_running(page: Page) -> None:
     page.get_by_role("button", name="New chat").click()
     page.get_by_role("button", name="count on", exact=True).click()
     expect(last_answer(page).get_by_text("limit of tokens")).to_be_visible()
+
+
+def opened_with(browser: Browser, address: str, key: str) -> Page:
+    """The chat in a new profile, with conversations on the server too."""
+    page = browser.new_context().new_page()
+    page.set_default_timeout(20_000)
+    page.goto(address)
+    page.get_by_label("API key").fill(key)
+    page.get_by_label("API key").blur()
+    page.get_by_label("Keep them on the server too").check()
+    page.get_by_label("max_tokens", exact=True).fill("8")
+    return page
+
+
+def test_conversations_of_a_key_are_there_in_another_browser(
+    browser: Browser, keyed_address: str
+) -> None:
+    first = opened_with(browser, keyed_address, "AAAA")
+    with first.expect_response(lambda response: response.url.endswith("/v1/files")):
+        send(first, "def add(a, b):")
+    text = text_of(last_answer(first))
+    second = opened_with(browser, keyed_address, "AAAA")
+    second.get_by_role("button", name="def add(a, b):", exact=True).click()
+    assert text_of(last_answer(second)) == text
+    with second.expect_response(lambda response: response.url.endswith("/v1/files")):
+        send(second, "and sub?")
+    first.reload()
+    first.get_by_role("button", name="def add(a, b):", exact=True).click()
+    expect(first.get_by_text("and sub?", exact=True)).to_be_visible()
+    other = opened_with(browser, keyed_address, "BBBB")
+    expect(other.locator(".conversations li")).to_have_count(0)
+    with second.expect_response(lambda response: response.request.method == "DELETE"):
+        second.get_by_label("Delete: def add(a, b):").click()
+    first.reload()
+    expect(first.locator(".conversations li")).to_have_count(0)
+    for page in (first, second, other):
+        page.context.close()

@@ -146,6 +146,19 @@ def test_names_of_files_are_labels_only(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["files"]
 
 
+def test_data_of_the_users_own_is_kept_and_read_by_no_batch(client: openai.OpenAI) -> None:
+    stored = client.files.create(file=("chat.json", b"{}"), purpose="user_data")
+    assert stored.purpose == "user_data"
+    assert client.files.content(stored.id).content == b"{}"
+    assert [file.id for file in client.files.list(purpose="user_data")] == [stored.id]
+    with pytest.raises(
+        openai.BadRequestError, match="input_file_id is a file with the purpose user_data"
+    ):
+        client.batches.create(
+            input_file_id=stored.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+
 @pytest.mark.parametrize(
     ("data", "files", "param"),
     [

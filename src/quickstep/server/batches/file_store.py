@@ -1,4 +1,6 @@
-"""Clients' files on disk, the input and output of batches. Only its owner can find a file.
+"""Clients' files on disk: input and output of batches, and data of their own.
+
+Only its owner can find a file.
 
     DIRECTORY/file-<32 hex digits>        the content
     DIRECTORY/file-<32 hex digits>.json   owner, name, purpose, times
@@ -39,6 +41,8 @@ from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.options import FileOptions
 
 _LOG = logging.getLogger("quickstep.server")
+BATCH = "batch"  # the purpose of input
+USER_DATA = "user_data"  # that of what no batch reads
 BATCH_OUTPUT = "batch_output"  # the purpose of files of lines, each of which is of use
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ID = re.compile(r"file-[0-9a-f]{32}")
@@ -334,10 +338,12 @@ class FileWriter:
         self._reserved_bytes = 0
         self.reserve(num_bytes)
 
-    def describe(self, name: str, expires_after_s: int | None) -> None:
+    def describe(self, name: str, purpose: str, expires_after_s: int | None) -> None:
         """Set what an upload's form says about the file."""
         expires_at = None if expires_after_s is None else self._file.created_at + expires_after_s
-        self._file = msgspec.structs.replace(self._file, name=_label(name), expires_at=expires_at)
+        self._file = msgspec.structs.replace(
+            self._file, name=_label(name), purpose=purpose, expires_at=expires_at
+        )
 
     def fill(self, source: BinaryIO) -> None:
         """Append all of `source`, whose size was reserved; any thread may call it. Raises

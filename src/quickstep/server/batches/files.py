@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from python_multipart.exceptions import FormParserError
 from starlette.datastructures import FormData, UploadFile
@@ -21,6 +21,8 @@ from starlette.responses import FileResponse, Response
 
 from quickstep.errors import RequestError
 from quickstep.server.batches.file_store import (
+    BATCH,
+    USER_DATA,
     FileStore,
     FileWriter,
     StoredFile,
@@ -36,7 +38,7 @@ from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.http.work_lanes import INLINE_BYTES
 from quickstep.server.models.server_state import ServerState
 
-_PURPOSE = "batch"
+_PURPOSES = (BATCH, USER_DATA)  # of uploads
 _MEDIA_TYPE = "application/jsonl"
 _FORM_FIELDS = 8
 _FIELD_BYTES = 4096
@@ -61,7 +63,13 @@ class Files:
         path = "/v1/files"
         one = f"{path}/{{file_id}}"
         return [
-            ApiRoute("POST", path, self.upload, "Upload a file of requests.", response=FileObject),
+            ApiRoute(
+                "POST",
+                path,
+                self.upload,
+                "Upload a file: requests of a batch, or data of the user's own.",
+                response=FileObject,
+            ),
             ApiRoute(
                 "GET",
                 path,
@@ -83,7 +91,7 @@ class Files:
 
     async def upload(self, request: Request) -> Response:
         """Store the file of a form. Its bytes are reserved before the first one is read."""
-        writer = self._store.new(caller_of(request), "", _PURPOSE)
+        writer = self._store.new(caller_of(request), "", BATCH)
         room = self._reception.room(request)
         try:
             room.reserve(min(self._store.file_bytes, MultiPartParser.spool_max_size))
@@ -184,9 +192,10 @@ class Files:
         )
         if not isinstance(upload, UploadFile):
             raise RequestError("file is missing", param="file")
-        if fields.purpose != _PURPOSE:
+        if fields.purpose not in _PURPOSES:
             raise RequestError(
-                f"purpose is {fields.purpose[:100]!r}; this server keeps files for {_PURPOSE} only",
+                f"purpose is {fields.purpose[:100]!r}; this server keeps files for "
+                f"{' and '.join(_PURPOSES)}",
                 param="purpose",
             )
         size = upload.size or 0
@@ -197,7 +206,7 @@ class Files:
                 status=413,
             )
         life_s = None if fields.expires_after is None else fields.expires_after.seconds
-        writer.describe(upload.filename or "", life_s)
+        writer.describe(upload.filename or "", fields.purpose, life_s)
         writer.resize(size)
         # keys take turns in a lane, which they do not in the threads that all share
         await self._lanes.of(caller).finish(size, lambda: writer.fill(upload.file))
@@ -298,12 +307,18 @@ def _nested(fields: Mapping[str, object]) -> dict[str, object]:
     return nested
 
 
+def _purpose_of(file: StoredFile) -> Literal["batch", "batch_output", "user_data"]:
+    if file.purpose == USER_DATA:
+        return "user_data"
+    return "batch" if file.purpose == BATCH else "batch_output"
+
+
 def _file_object(file: StoredFile) -> FileObject:
     return FileObject(
         id=file.id,
         bytes=file.num_bytes,
         created_at=file.created_at,
         filename=file.name,
-        purpose="batch" if file.purpose == _PURPOSE else "batch_output",
+        purpose=_purpose_of(file),
         expires_at=file.expires_at,
     )

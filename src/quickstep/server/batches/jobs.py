@@ -23,7 +23,9 @@ import msgspec
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import QuickstepError, RequestError
 from quickstep.server.batches.file_store import (
+    BATCH,
     BATCH_OUTPUT,
+    USER_DATA,
     FileStore,
     FileWriter,
     StoredFile,
@@ -215,6 +217,11 @@ class BatchJobs:
     def create(self, batch: BatchRecord) -> BatchRecord:
         """Start a batch of a file of the same owner. Raises RequestError."""
         source = self._store.get(batch.owner, batch.request.input_file_id, "input_file_id")
+        if source.purpose == USER_DATA:
+            raise RequestError(
+                f"input_file_id is a file with the purpose {USER_DATA}; upload it with {BATCH}",
+                param="input_file_id",
+            )
         self._take_place(batch.owner)
         try:
             job = self._open(batch, source)

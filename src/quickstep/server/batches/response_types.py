@@ -25,7 +25,7 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     created_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: Literal["batch", "batch_output", "user_data"]
     object: Literal["file"] = "file"
     status: Literal["processed"] = "processed"
     expires_at: int | None = None

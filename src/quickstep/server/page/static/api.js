@@ -29,6 +29,10 @@ export async function getJson(path) {
   return (await request(path)).json();
 }
 
+export async function postForm(path, form) {
+  return (await request(path, { method: "POST", body: form })).json();
+}
+
 export const deleteAt = (path) => request(path, { method: "DELETE", keepalive: true });
 
 async function* textLines(response) {

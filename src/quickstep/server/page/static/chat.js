@@ -55,6 +55,8 @@ function Conversations({ session }) {
               onClick=${() => session.remove(item)}>×</button>
           </li>`)}
       </ul>
+      ${apiKey() && html`<label><input type="checkbox" checked=${session.isSynced}
+        onChange=${(event) => session.setSynced(event.target.checked)} /> ${T.onServer}</label>`}
       <button type="button" onClick=${() => saveFile(session.conversation)}>${T.exportChat}</button>
       <label class="button">${T.importChat}
         <input type="file" accept=".json,application/json" onChange=${open} /></label>

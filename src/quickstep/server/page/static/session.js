@@ -1,8 +1,9 @@
 // The state of the chat: the open conversation, the settings, and the answer that is generated. The
 // components display it, and call its methods; `onChange` is called after each change.
-import { deleteAt, events, getJson } from "./api.js";
+import { apiKey, deleteAt, events, getJson } from "./api.js";
 import { contentOf } from "./attachments.js";
 import * as store from "./conversations.js";
+import { removeThere, synchronize, upload } from "./sync.js";
 import { T } from "./texts.js";
 
 const SETTINGS = "quickstep.settings";
@@ -20,6 +21,7 @@ export class Session {
     this.schema = null; // of the chat request, from /openapi.json
     this.model = "";
     this.isRaw = false;
+    this.isSynced = false; // conversations are on the server too
     this.problem = null; // the last error, {message, param}
     this.generating = null; // {message, abort, progress, isLeft}
     this._ending = null; // a request to end an answer
@@ -46,6 +48,7 @@ export class Session {
       this.models = models.data;
       this.schema ||= document.components.schemas.ChatRequest;
       this.problem = null;
+      await this._synchronize();
     } catch (error) {
       this.problem = error;
     }
@@ -54,8 +57,8 @@ export class Session {
 
   set(changes) {
     Object.assign(this, changes);
-    const { fields, model, isRaw } = this;
-    localStorage.setItem(SETTINGS, JSON.stringify({ fields, model, isRaw }));
+    const { fields, model, isRaw, isSynced } = this;
+    localStorage.setItem(SETTINGS, JSON.stringify({ fields, model, isRaw, isSynced }));
     this.onChange();
   }
 
@@ -93,7 +96,31 @@ export class Session {
     if (answer) this._follow(answer, (signal) => this._again(answer, signal));
   }
 
+  /** Keep conversations on the server too, or no more. */
+  setSynced(isSynced) {
+    this.set({ isSynced });
+    this.connect();
+  }
+
+  /** Without a key there is nobody whose conversations they would be. */
+  get _isSyncing() {
+    return this.isSynced && Boolean(apiKey());
+  }
+
+  async _synchronize() {
+    if (!this._isSyncing) return;
+    const { newer, removed } = await synchronize(this.conversations);
+    for (const { id } of removed) await store.deleteConversation(id);
+    for (const conversation of newer) await store.storeConversation(conversation);
+    const changed = new Set([...newer, ...removed].map(({ id }) => id));
+    const kept = this.conversations.filter(({ id }) => !changed.has(id));
+    this.conversations = [...kept, ...newer].sort((a, b) => b.changed - a.changed);
+    const current = newer.find(({ id }) => id === this.conversation.id);
+    if (current && !this.generating) this.conversation = current;
+  }
+
   async remove(conversation) {
+    if (this._isSyncing) removeThere(conversation).catch((problem) => this.set({ problem }));
     await store.deleteConversation(conversation.id);
     this.conversations = this.conversations.filter((item) => item.id !== conversation.id);
     if (this.conversation.id === conversation.id) this.start();
@@ -116,7 +143,10 @@ export class Session {
     const { conversation } = this;
     conversation.changed = Date.now();
     this.conversations = [conversation, ...this.conversations.filter((item) => item.id !== conversation.id)];
+    const isUploaded = this._isSyncing && !store.unfinished(conversation);
+    if (isUploaded) conversation.isOnServer = true;
     store.storeConversation(conversation).catch(() => {});
+    if (isUploaded) upload(conversation).catch((problem) => this.set({ problem }));
     this.onChange();
   }
 

@@ -14,6 +14,7 @@ export const T = {
   search: "Search conversations",
   untitled: "New conversation",
   remove: "Delete",
+  onServer: "Keep them on the server too",
   exportChat: "Save to a file",
   importChat: "Open a file",
   model: "Model",
