@@ -321,7 +321,7 @@ typedef struct qs_attention {
   int64_t block_size;
   int64_t max_blocks;       // columns of block_tables
   int64_t num_blocks;       // B
-  int64_t window;           // 0: none
+  int64_t window;           // 0: none; below 0: only keys of the query's chunk of -window positions
   float scale;
   float softcap;            // 0: none
   const void* q;
@@ -396,7 +396,8 @@ QS_API int qs_scale(qs_context* context, int dtype, const void* x, int64_t count
 QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count,
                             double divisor, double cap, float* out);
 
-// The experts of a layer of a mixture: gate_up [2 w, k], gates first, and down_proj [n, width] of
+// The experts of a layer of a mixture: gate_up [2 w, k], gates first, or only up [w, k] where the
+// activation is one without a gate (from QS_RELU on), and down_proj [n, width] of
 // each, in the memory of their own objects, which outlive this one. Both are plain or quantized.
 typedef struct qs_expert {
   const qs_linear* linear[2];  // gate_up, down_proj
@@ -430,12 +431,13 @@ typedef struct qs_route_call {
 QS_API int qs_route(qs_context* context, const qs_route_call* call);
 
 // out [T, n]: the products of a token's experts, weighted, added in float32 in ascending order of
-// the experts and rounded once.
+// the experts and rounded once; or, with `weighs_inputs`, of the weighted x, each rounded, and added.
 typedef struct qs_experts_call {
   int32_t dtype;
   int32_t activation;
   int64_t num_tokens;
   int64_t per_token;            // A
+  int64_t weighs_inputs;
   int64_t x_stride;
   const void* x;                // [T, k]
   const int64_t* chosen;        // [T, A] different experts
@@ -519,6 +521,7 @@ typedef struct qs_delta_call {
   int32_t width;
   int64_t num_key_heads, num_value_heads, key_size, value_size;
   int64_t x_stride;
+  int64_t shared_stride;       // between outputs of value heads that share a key head: 1, or key heads
   float eps;
   const void* x;
   const float* taps;           // [width, channels]
@@ -579,6 +582,7 @@ typedef struct qs_mamba_call {
   int64_t x_stride;
   float eps;
   float least_step, most_step;
+  float gate_factor, step_factor;  // of the gates and of the time steps in x
   const void* x;
   const float* taps;           // [width, channels]
   const float* conv_bias;      // [channels], or null
@@ -629,8 +633,8 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //              factors or null                                 sigmoid; scalar: scale, counted
 //                                                              per group; option: normalise
 //   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
-//              qs_experts, qs_group or                         adapters, first column;
-//              null                                            stride[0] of x;
+//              qs_experts, qs_group or                         adapters, first column, weighs
+//              null                                            inputs; stride[0] of x;
 //                                                              option: qs_activation
 //   GATE       in x, gates                out y                size: values of a row, gates of a
 //                                                              row; stride[0] of the gates

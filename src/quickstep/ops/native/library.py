@@ -38,6 +38,9 @@ UNGATED: Mapping[str, int] = MappingProxyType(
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 4, "relu2": 5}
 )
 
+# those of experts, of which the last two have no gate (`ops.table.WITHOUT_GATE`)
+EXPERT_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "relu": 4, "relu2": 5})
+
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE, _UNREADABLE, _PEER_LOST = range(7)
 UNSUPPORTED_PIECES = 7
 
@@ -304,6 +307,7 @@ class DeltaCall(ctypes.Structure):
         ("key_size", c_int64),
         ("value_size", c_int64),
         ("x_stride", c_int64),
+        ("shared_stride", c_int64),
         ("eps", c_float),
         ("x", c_void_p),
         ("taps", c_void_p),
@@ -329,6 +333,8 @@ class MambaCall(ctypes.Structure):
         ("eps", c_float),
         ("least_step", c_float),
         ("most_step", c_float),
+        ("gate_factor", c_float),
+        ("step_factor", c_float),
         ("x", c_void_p),
         ("taps", c_void_p),
         ("conv_bias", c_void_p),
