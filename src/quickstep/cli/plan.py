@@ -18,10 +18,12 @@ from quickstep.cli.flags.hardware import (
     add_drafts,
     add_engine_sizes,
     add_hardware,
+    add_predicted_engine,
     drafts_of,
     element_bytes,
     hardware_of,
     measured_steps,
+    predicted_on,
 )
 from quickstep.cli.flags.parsing import (
     Parser,
@@ -36,8 +38,9 @@ from quickstep.errors import ConfigError, size_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quickstep.plan.engines import Evidence
     from quickstep.plan.explain import ParallelRow
-    from quickstep.plan.planner import Plan, PlanQuery, SimulatedOption
+    from quickstep.plan.planner import OptionRange, Plan, PlanQuery, SimulatedOption
     from quickstep.sim.summary import Percentiles
 
 _GB = 1e9
@@ -53,6 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         subparsers, "plan", "Compute memory, latency, devices and cost for a load.", run
     )
     add_hardware(parser)
+    add_predicted_engine(parser)
     load = parser.add_argument_group("load and targets")
     load.add_argument(
         "--rate",
@@ -196,10 +200,11 @@ def _query(args: argparse.Namespace) -> PlanQuery:
                 f"{args.from_recording}: {load.rate:.3g} requests/s, {load.num_inputs} tokens in, "
                 f"{load.num_outputs} out"
             )
+    hardware, evidence = predicted_on(args, hardware_of(args))
     return PlanQuery(
         model=model_of(args),
         spec=spec,
-        hardware=hardware_of(args),
+        hardware=hardware,
         load=load,
         targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
         elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
@@ -212,6 +217,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         drafts=drafts_of(args, spec),
         divides_experts=args.enable_expert_parallel,
         measured=None if measured is None else measured.costs,
+        evidence=evidence,
     )
 
 
@@ -245,12 +251,35 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     times = "are predicted from data sheets"
     if query.measured is not None:
         times = "of one device are those that `quickstep calibrate` has stored"
+    if plan.evidence is not None and plan.range is not None:
+        times = "are predicted"
+        console.print(_range_text(plan.evidence, plan.range), markup=False)
     console.print(
         f"Step times {times}; Quickstep divides no model over devices, so "
         "splits over several show what they would give.",
         markup=False,
     )
-    console.print(f"\n{'MET' if plan.met else 'NOT MET'}: {plan.verdict}", markup=False)
+    verdict = plan.verdict
+    if plan.range is not None:
+        verdict += f"; met in {plan.range.met_part:.0%} of the range"
+    console.print(f"\n{'MET' if plan.met else 'NOT MET'}: {verdict}", markup=False)
+
+
+def _range_text(evidence: Evidence, known: OptionRange) -> str:
+    """Low to high of the figures of a split, and what they rest on."""
+    low, high = known.low, known.high
+    tokens = (known.num_engines * end.output_tokens_per_s for end in (low, high))
+    return (
+        f"range of {known.name}: {' to '.join(f'{value:.0f}' for value in tokens)} tokens/s, "
+        f"TTFT {_interval(high.ttft_s.p50, low.ttft_s.p50)}, "
+        f"TPOT {_interval(high.tpot_s.p50, low.tpot_s.p50)}, "
+        f"up to {known.low_capacity_per_s:.3g} to {known.high_capacity_per_s:.3g} requests/s\n"
+        f"evidence: {evidence.text}"
+    )
+
+
+def _interval(least_s: float, most_s: float) -> str:
+    return f"{1e3 * least_s:.4g} to {1e3 * most_s:.4g} ms"
 
 
 def _load_text(plan: Plan) -> str:

@@ -17,15 +17,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.hardware import (
     add_drafts,
     add_engine_sizes,
     add_hardware,
+    add_predicted_engine,
     drafts_of,
     element_bytes,
     hardware_of,
     measured_steps,
+    predicted_on,
 )
 from quickstep.cli.flags.parsing import (
     Parser,
@@ -45,6 +49,7 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
+    from quickstep.plan.engines import Evidence
     from quickstep.plan.formulas import Split
     from quickstep.plan.hardware import Hardware
     from quickstep.plan.traffic import FallbackEngines, PhasePools, Replicas
@@ -75,6 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(subparsers, "simulate", "Simulate clients of an engine on any hardware.", run)
     add_hardware(parser)
+    add_predicted_engine(parser)
     _add_clients(parser.add_argument_group("clients"))
     engine = parser.add_argument_group("engine")
     add_engine_sizes(engine)
@@ -279,30 +285,36 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, and print the figures."""
-    import msgspec
-
     from quickstep.plan.traffic import Replicas
+    from quickstep.sim.summary import Targets
 
     if args.trace is not None and args.from_recording is not None:
         raise ConfigError("--trace and --from-recording are given; choose one")
     if _file(args) is not None and (args.tenant or args.adapters):
         raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
     model_of(args)  # reports a missing one before this machine is measured
-    hardware = hardware_of(args)
+    hardware, evidence = predicted_on(args, hardware_of(args))
     if args.sweep is not None:
-        return run_sweep(
+        code = run_sweep(
             args, hardware, partial(_engine, args, hardware), partial(_simulated, args)
         )
+        if evidence is not None and not args.json:
+            print(f"likely figures, by {evidence.text}")
+        return code
     candidate = _engine(args, hardware, hardware.count)
     fallback = fallback_of(args, lambda of: _engine(of, hardware, hardware.count))
     chains = [None] if fallback is None else [None, fallback]
-    runs = []
+    runs, ranges = [], []
     for policy, count in itertools.product(args.scheduling_policy, args.replicas):
         for rate in args.rate if _file(args) is None else args.rate[:1]:
             replicas = Replicas(count, args.router, args.faults, args.seed)
             for chain in chains:
-                run = _simulated(args, candidate, rate, policy, replicas, fallback=chain)
-                runs.append(run)
+                runs.append(_simulated(args, candidate, rate, policy, replicas, fallback=chain))
+                known = None
+                if evidence is not None and chain is None:
+                    load = rate, policy, replicas
+                    known = _range(args, hardware, evidence, partial(_simulated_on, args, *load))
+                ranges.append(known)
     notes = [note for note in (_too_few(args, run) for run in runs) if note is not None]
     if args.json:
         rows = [
@@ -317,12 +329,20 @@ def run(args: argparse.Namespace) -> int:
                 "handovers": run.outcome.handovers,
                 "fallbacks": _fallbacks(run),
                 "tenants": _by_tenant(run, _targets(args)),
+                "range": known,
+                "evidence": evidence,
             }
-            for run in runs
+            for run, known in zip(runs, ranges, strict=True)
         ]
         print(msgspec.json.encode(rows).decode())
     else:
         _print_runs(_title(args, candidate), runs, _targets(args), bool(args.adapters))
+        has_targets = _targets(args) != Targets()
+        for run, known in zip(runs, ranges, strict=True):
+            if known is not None:
+                print(_range_text(run, known, has_targets))
+        if evidence is not None:
+            print(f"evidence: {evidence.text}")
     for note in notes:
         print(note, file=sys.stderr)
     if args.csv is not None:
@@ -336,6 +356,56 @@ def run(args: argparse.Namespace) -> int:
         args.report.write_text(page, encoding="utf-8")
         print(f"{args.report}: written", file=sys.stderr)
     return 0
+
+
+class RunRange(msgspec.Struct, frozen=True):
+    """The figures of a run with steps as slow and as fast as those of the evidence.
+
+    Attributes:
+        met_part: The part of the range in which enough requests meet the targets.
+    """
+
+    low: Summary
+    high: Summary
+    met_part: float
+
+
+def _range(
+    args: argparse.Namespace,
+    hardware: Hardware,
+    evidence: Evidence,
+    simulated: Callable[[Hardware], Summary],
+) -> RunRange:
+    from quickstep.plan.engines import over_range, slowed
+
+    def made(factor: float) -> Summary:
+        return simulated(slowed(hardware, factor))
+
+    found = over_range(evidence, made, lambda one: one.attainment >= args.attainment)
+    return RunRange(*found)
+
+
+def _simulated_on(
+    args: argparse.Namespace,
+    rate: float,
+    policy: PolicyName,
+    replicas: Replicas,
+    hardware: Hardware,
+) -> Summary:
+    """The figures of a run on other hardware."""
+    candidate = _engine(args, hardware, hardware.count)
+    return _simulated(args, candidate, rate, policy, replicas).summary
+
+
+def _range_text(run: Run, known: RunRange, has_targets: bool) -> str:
+    """Low to high of a run's figures."""
+    low, high = known.low, known.high
+    text = (
+        f"{run.name}: {low.output_tokens_per_s:.0f} to {high.output_tokens_per_s:.0f} tokens/s, "
+        f"TTFT p50 {1e3 * high.ttft_s.p50:.0f} to {1e3 * low.ttft_s.p50:.0f} ms, "
+        f"TPOT p50 {1e3 * high.tpot_s.p50:.1f} to {1e3 * low.tpot_s.p50:.1f} ms"
+    )
+    return f"{text}; met in {known.met_part:.0%} of the range" if has_targets else text
 
 
 def _engine(
@@ -703,8 +773,6 @@ def _rates(text: str) -> tuple[float, ...]:
 
 def _tenant(text: str) -> Tenant:
     """Parse `paid,part=3,priority=-1`."""
-    import msgspec
-
     from quickstep.sim.workload import Tenant
 
     name, *fields = text.split(",")

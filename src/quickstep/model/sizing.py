@@ -59,11 +59,6 @@ class ElementBytes(msgspec.Struct, frozen=True):
     weights: int | None = None
     adapters: int = 0
 
-    @property
-    def in_integers(self) -> bool:
-        """Whether matrix products are computed in integers; those of fp8 are not."""
-        return self.quantization not in (None, "fp8")
-
 
 class DraftSizes(msgspec.Struct, frozen=True):
     """What drafts need in addition: a draft model, an EAGLE or prediction layer, or Medusa heads.

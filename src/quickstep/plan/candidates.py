@@ -158,7 +158,7 @@ def _head_s(sizes: DraftSizes, hardware: Hardware, load: StepLoad) -> float:
     """Of one Medusa head."""
     read_s = sizes.weight_bytes / sizes.num_heads / hardware.bytes_per_s
     flops = 2.0 * sizes.num_parameters / sizes.num_heads * load.num_rows
-    return max(read_s, flops / hardware.flops_per_s(in_integers=False))
+    return max(read_s, flops / hardware.flops_per_s(None))
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -173,8 +173,8 @@ def _drafts(candidate: Candidate, draft: PlannedDraft, context: int) -> Iterator
 
 def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     spec, load, hardware = query.spec, query.load, query.hardware
-    in_integers = query.elements.in_integers
-    flops_per_s = hardware.flops_per_s(in_integers)
+    peak, part = hardware.peak_and_part(query.elements.quantization)
+    flops_per_s = peak * part
     yield ExplainedLine(
         "operations of a token",
         f"2 x {active_parameters(spec) / 1e9:.2f} G active parameters",
@@ -191,7 +191,7 @@ def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     )
     yield ExplainedLine(
         "achieved by a device",
-        f"{hardware.achieved.compute:.0%} of the peak, {hardware.achieved.memory:.0%} of "
+        f"{part:.0%} of the peak, {hardware.achieved.memory:.0%} of "
         f"{hardware.device.memory_gb_per_s:g} GB/s",
         f"{flops_per_s / 1e12:.0f} TFLOP/s, {hardware.bytes_per_s / _GB:.0f} GB/s",
     )

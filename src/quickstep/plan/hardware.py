@@ -16,12 +16,15 @@ from quickstep.errors import ConfigError
 from quickstep.yaml_file import read_yaml
 
 THIS = "this"
+ESTIMATED = "gpu"  # a key of `achieved`: parts of devices that were not measured
 _BUNDLED = Path(__file__).parent / "hardware.yaml"
 _MAX_DEVICES = 1024
+_PARTS = ("capacity", "memory", "compute", "link", "kv", "fp8", "int8", "int4", "experts")
+_HOST_TIMES = ("step_overhead_s", "half_tokens", "layer_overhead_s", "row_overhead_s")
 
 
 class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parts of a data sheet's figures that inference reaches, 0 to 1.
+    """The parts of a data sheet's figures that inference reaches, 0 to 1, and the time of the host.
 
     Attributes:
         capacity: Of the memory, what is left by the driver and other programs.
@@ -29,6 +32,16 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         compute: Of the peak, by matrix products and attention with many tokens.
         link: Of the link's bandwidth, by a collective operation.
         step_overhead_s: Seconds of every step that depend on nothing.
+        kv: Of the memory bandwidth, by attention; None is `memory`.
+        fp8: Of the peak in fp8 (16 bits where there is none), by products with weights in fp8; None
+            is `compute`, in 16 bits.
+        int8: Of the peak in 8-bit integers, by products with weights in int8; None is `compute`.
+        int4: Of the peak in 16 bits, by products with weights of 4 bits; None is `compute`, in
+            8-bit integers.
+        experts: Of these parts, by the products of a mixture of experts.
+        half_tokens: Tokens of a step up to which products reach half of these parts.
+        layer_overhead_s: Seconds of every layer in a step.
+        row_overhead_s: Seconds of every row in a step: the host's.
     """
 
     capacity: float
@@ -36,13 +49,34 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: float
     link: float
     step_overhead_s: float
+    kv: float | None = None
+    fp8: float | None = None
+    int8: float | None = None
+    int4: float | None = None
+    experts: float = 1.0
+    half_tokens: float = 0.0
+    layer_overhead_s: float = 0.0
+    row_overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "memory", "compute", "link"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be above 0, at most 1")
-        if not self.step_overhead_s >= 0:
-            raise ValueError(f"step_overhead_s is {self.step_overhead_s}, it must be at least 0")
+        for name in _PARTS:
+            part = getattr(self, name)
+            if part is not None and not 0 < part <= 1:
+                raise ValueError(f"{name} is {part}, it must be above 0, at most 1")
+        for name in _HOST_TIMES:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 0")
+
+    def slowed(self, factor: float) -> Achieved:
+        """With which each step takes so many times as long, as far as no part exceeds 1."""
+        changed: dict[str, float] = {}
+        for name in _PARTS:
+            part = getattr(self, name)
+            if part is not None and name not in ("capacity", "experts"):
+                changed[name] = min(1.0, part / factor)
+        for name in ("step_overhead_s", "layer_overhead_s", "row_overhead_s"):
+            changed[name] = getattr(self, name) * factor
+        return replace(self, **changed)
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +111,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bfloat16_tflops: 10^12 operations per second in 16 bits without sparsity; a multiply-add
             counts as two.
         int8_tops: The same for 8-bit integers; None if that is not faster.
+        fp8_tflops: The same for 8-bit floats; None if it has none.
         link: How devices of one machine are connected, a key of `HardwareTable.links`.
         achieved: A key of `HardwareTable.achieved`.
         source: Where the figures come from.
@@ -90,6 +125,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     achieved: str
     source: str
     int8_tops: float | None = None
+    fp8_tflops: float | None = None
     price: DevicePrice | None = None
 
     def __post_init__(self) -> None:
@@ -134,12 +170,30 @@ class Hardware(msgspec.Struct, frozen=True):
         """Achieved bandwidth of a link."""
         return self.link.gb_per_s * 1e9 * self.achieved.link
 
-    def flops_per_s(self, in_integers: bool) -> float:
-        """Achieved operations per second of one device, in 16-bit floats or 8-bit integers."""
-        peak = self.device.bfloat16_tflops
-        if in_integers and self.device.int8_tops is not None:
-            peak = max(peak, self.device.int8_tops)
-        return peak * 1e12 * self.achieved.compute
+    @property
+    def kv_bytes_per_s(self) -> float:
+        """Achieved memory bandwidth of one device by attention."""
+        kv = self.achieved.kv
+        return self.bytes_per_s if kv is None else self.device.memory_gb_per_s * 1e9 * kv
+
+    def flops_per_s(self, quantization: str | None) -> float:
+        """Achieved operations per second of one device, in products with weights in a format: one
+        of `QUANTIZATIONS`, None for 16 bits.
+        """
+        peak, part = self.peak_and_part(quantization)
+        return peak * part
+
+    def peak_and_part(self, quantization: str | None) -> tuple[float, float]:
+        """Operations per second of the data sheet for a format, and the part that is achieved."""
+        device, achieved = self.device, self.achieved
+        kind = "" if quantization is None else quantization.partition("-")[0]
+        part = getattr(achieved, kind) if kind else None
+        peak = device.bfloat16_tflops
+        if kind == "int8" or (kind == "int4" and part is None):
+            peak = max(peak, device.int8_tops or 0.0)
+        elif kind == "fp8" and part is not None:
+            peak = max(peak, device.fp8_tflops or 0.0)
+        return peak * 1e12, achieved.compute if part is None else part
 
 
 def read_hardware(file: Path | None = None) -> HardwareTable:

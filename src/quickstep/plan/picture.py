@@ -46,7 +46,7 @@ def roofline(query: PlanQuery, candidate: Candidate) -> Chart:
     by transfers, and where products and attention have different limits.
     """
     hardware = query.hardware
-    flops_per_s = hardware.flops_per_s(query.elements.in_integers)
+    flops_per_s = hardware.flops_per_s(query.elements.quantization)
     balance = flops_per_s / hardware.bytes_per_s
     intensities = sorted({*_INTENSITIES, balance})
     roof = [(x, min(flops_per_s, x * hardware.bytes_per_s) / _TERA) for x in intensities]
@@ -56,8 +56,8 @@ def roofline(query: PlanQuery, candidate: Candidate) -> Chart:
         "Tera-operations/s",
         (
             Line("roof", roof),
-            Line("decode", list(_points(query, candidate, _decodes(query, candidate))), True),
-            Line("prefill", list(_points(query, candidate, _prefills(query))), True),
+            Line("decode", list(_points(candidate, _decodes(query, candidate))), True),
+            Line("prefill", list(_points(candidate, _prefills(query))), True),
         ),
         is_logarithmic=True,
     )
@@ -78,14 +78,8 @@ def _prefills(query: PlanQuery) -> Iterator[StepLoad]:
         yield StepLoad.of_span(0, tokens)
 
 
-def _points(
-    query: PlanQuery, candidate: Candidate, loads: Iterator[StepLoad]
-) -> Iterator[tuple[float, float]]:
-    hardware = query.hardware
-    matrix_rate = hardware.flops_per_s(query.elements.in_integers)
-    attention_rate = hardware.flops_per_s(in_integers=False)
+def _points(candidate: Candidate, loads: Iterator[StepLoad]) -> Iterator[tuple[float, float]]:
     for load in loads:
-        parts = candidate.costs.parts(load)
-        flops = parts.matrix_compute_s * matrix_rate + parts.attention_compute_s * attention_rate
-        num_bytes = (parts.weights_read_s + parts.kv_read_s) * hardware.bytes_per_s
-        yield flops / num_bytes, flops / parts.seconds / _TERA
+        work, seconds = candidate.costs.work(load), candidate.costs.seconds(load)
+        flops = work.matrix_flops + work.attention_flops
+        yield flops / (work.weight_bytes + work.kv_bytes), flops / seconds / _TERA

@@ -33,6 +33,7 @@ from quickstep.plan.candidates import (
     splits,
     steady_state,
 )
+from quickstep.plan.engines import Evidence, over_range, slowed
 from quickstep.plan.formulas import Split, whole_blocks
 from quickstep.plan.hardware import Hardware
 from quickstep.plan.placements import Placement, best_placement, placement_capacity
@@ -64,6 +65,7 @@ class PlanQuery(msgspec.Struct, frozen=True):
         drafts: What proposes tokens.
         divides_experts: Only splits with expert parallelism.
         measured: Step times of the model on one of the devices; None predicts them.
+        evidence: Of an engine whose constants `hardware` has; None for hardware with others.
     """
 
     model: str
@@ -79,6 +81,11 @@ class PlanQuery(msgspec.Struct, frozen=True):
     drafts: tuple[DraftModel, ...] = ()
     divides_experts: bool = False
     measured: CostModel | None = None
+    evidence: Evidence | None = None
+
+    def slowed(self, factor: float) -> PlanQuery:
+        """The same, where each step takes so many times as long."""
+        return replace(self, hardware=slowed(self.hardware, factor))
 
     def fit(self, split: Split, elements: ElementBytes | None = None) -> Candidate:
         """A split of the query's devices. Raises ConfigError."""
@@ -162,6 +169,27 @@ def _sizes_text(tensor: int, pipeline: int) -> str:
     return f"TP {tensor}" if pipeline == 1 else f"TP {tensor} x PP {pipeline}"
 
 
+class OptionRange(msgspec.Struct, frozen=True):
+    """A split of which figures are known within a range: simulated with the steps of engines as
+    slow and as fast as those of the evidence.
+
+    Attributes:
+        name: Of the split.
+        low, high: By simulation, as `SimulatedOption.predicted`.
+        low_capacity_per_s, high_capacity_per_s: As `SimulatedOption.capacity_per_s`.
+        num_engines: As `SimulatedOption.num_engines`.
+        met_part: The part of the range in which enough requests meet the targets.
+    """
+
+    name: str
+    low: Summary
+    high: Summary
+    low_capacity_per_s: float
+    high_capacity_per_s: float
+    num_engines: int
+    met_part: float
+
+
 class PlanChange(msgspec.Struct, frozen=True):
     """One change to the best option, and its capacity in requests per second."""
 
@@ -180,6 +208,8 @@ class Plan(msgspec.Struct, frozen=True):
         options: The best first.
         change: The one change that raises the capacity most; None if none does.
         verdict: A sentence.
+        evidence: Of an engine's constants; None for hardware with others.
+        range: Of the first option whose engines do both phases; None without evidence.
     """
 
     model: str
@@ -195,6 +225,8 @@ class Plan(msgspec.Struct, frozen=True):
     change: PlanChange | None
     met: bool
     verdict: str
+    evidence: Evidence | None = None
+    range: OptionRange | None = None
 
 
 class _Ranked(msgspec.Struct, frozen=True):
@@ -247,6 +279,7 @@ def make_plan(query: PlanQuery) -> Plan:
     if apart is not None and apart[0] not in listed:
         listed.append(apart[0])
     per_token = kv_bytes_per_token(query.spec, query.elements.dtype, query.elements.kv_dtype)
+    both = next(option for option, _ in options if option.prefill is None)
     return Plan(
         model=query.model,
         hardware=f"{query.hardware.count} x {query.hardware.device.label}",
@@ -261,7 +294,24 @@ def make_plan(query: PlanQuery) -> Plan:
         change=None if best.prefill else _best_change(query, candidate, best.capacity_per_s),
         met=best.met,
         verdict=_verdict(query, best, [estimate.candidate for estimate in ranked]),
+        evidence=query.evidence,
+        range=None if query.evidence is None else _range(query, query.evidence, both),
     )
+
+
+def _range(query: PlanQuery, evidence: Evidence, option: SimulatedOption) -> OptionRange:
+    """An option with steps as slow and as fast as published ones."""
+
+    def made(factor: float) -> tuple[Summary, bool, float]:
+        other = query.slowed(factor)
+        candidate = other.fit(option.split)
+        predicted = simulate_candidate(candidate, other)
+        keeps_up = steady_state(candidate, query.load) is not None
+        is_met = keeps_up and predicted.attainment >= query.attainment
+        return predicted, is_met, capacity(candidate, query.load, query.targets)
+
+    low, high, met_part = over_range(evidence, made, lambda one: one[1])
+    return OptionRange(option.name, low[0], high[0], low[2], high[2], option.num_engines, met_part)
 
 
 def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:

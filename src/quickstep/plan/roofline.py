@@ -2,7 +2,8 @@
 
 Matrix products and attention run one after the other, and each takes the longer of its operations
 and its bytes; transfers between devices and a fixed overhead are added. The fractions of the data
-sheet's figures are those of the hardware table (`Achieved`) and nothing else is fitted.
+sheet's figures and the host's times are `Achieved`: those of the hardware table, or on GPUs those of
+an engine (`plan.engines`). Nothing else is fitted.
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ class StepParts(msgspec.Struct, frozen=True):
         return max(named, key=lambda name: named[name])
 
 
+class StepWork(msgspec.Struct, frozen=True):
+    """Operations of a step on one device, and the bytes that it reads of weights and KV."""
+
+    matrix_flops: float
+    attention_flops: float
+    weight_bytes: float
+    kv_bytes: float
+
+
 class RooflineCostModel:
     """Seconds of a step of one replica: of all its pipeline stages, one after the other.
 
@@ -98,15 +108,20 @@ class RooflineCostModel:
         rank = rank_spec(spec, replace(split, pipeline=1))
         # of the hardware, once: the simulator asks twice a step
         self._bytes_per_s = hardware.bytes_per_s
-        self._overhead_s = hardware.achieved.step_overhead_s
+        self._kv_bytes_per_s = hardware.kv_bytes_per_s
+        achieved = hardware.achieved
+        self._overhead_s = achieved.step_overhead_s + spec.num_layers * achieved.layer_overhead_s
+        self._row_overhead_s = achieved.row_overhead_s
+        self._products = 1.0 if spec.moe is None else achieved.experts
+        self._half_tokens = achieved.half_tokens
         self._has_transfers = max(split.tensor, split.pipeline, split.experts) > 1
         self._windows = layer_windows(rank)
         self._has_windows = any(window is not None for window, _ in self._windows)
         self._pair_flops = attention_flops(rank, 1)
         self._hardware = hardware
         self._split = split
-        self._flops_per_s = hardware.flops_per_s(elements.in_integers)
-        self._attention_flops_per_s = hardware.flops_per_s(in_integers=False)
+        self._flops_per_s = self._products * hardware.flops_per_s(elements.quantization)
+        self._attention_flops_per_s = hardware.flops_per_s(None)
         self._activation_bytes = spec.hidden_size * elements.dtype  # of one token
         self._kv_bytes = kv_bytes_per_token(rank, elements.dtype, elements.kv_dtype)
         self._layer_parameters = layer_parameters(rank)
@@ -151,7 +166,7 @@ class RooflineCostModel:
         head_s = 2.0 * self._head_parameters / self._flops_per_s
         return UnitPrices(
             token=2.0 * chosen / self._flops_per_s + self._transfer_s(1) - empty_s,
-            row=head_s,
+            row=head_s + self._row_overhead_s,
             kv_token=parts.kv_read_s / step.num_kv_tokens if reads else 0.0,
             pair=0.0 if reads else parts.attention_compute_s / max(1, step.num_pairs),
             score=head_s,
@@ -173,32 +188,45 @@ class RooflineCostModel:
         scale = self._measured.seconds(load) / parts.seconds if parts.seconds > 0.0 else 0.0
         return StepParts(*(scale * seconds for seconds in astuple(parts)))
 
-    def _predicted(self, load: StepLoad) -> StepParts:
+    def work(self, load: StepLoad) -> StepWork:
+        """What the step computes and reads, whatever its device reaches."""
         num_logits = load.num_rows + load.num_scored
         chosen = read = self._layer_parameters
         if self._experts is not None:
             chosen, read = self._with_experts(self._experts, load.num_tokens)
         read += self._head_parameters
-        flops = 2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits)
         seen = 1.0
         if self._has_windows:
             context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
             seen = read_fraction(self._windows, context)
-        pair_flops = self._pair_flops * load.num_pairs * seen
-        kv_bytes = self._kv_bytes * load.num_kv_tokens * seen
         weight_bytes_read = read * self._bytes_per_parameter
         num_adapters = load.num_adapter_rows
         if self._max_loras is not None:
             num_adapters = min(num_adapters, self._max_loras)
         weight_bytes_read += self._adapter_bytes * num_adapters
-        return StepParts(
-            weights_read_s=weight_bytes_read / self._bytes_per_s,
-            matrix_compute_s=flops / self._flops_per_s,
-            kv_read_s=kv_bytes / self._bytes_per_s,
-            attention_compute_s=pair_flops / self._attention_flops_per_s,
-            transfer_s=self._transfer_s(load.num_tokens),
-            overhead_s=self._overhead_s,
+        return StepWork(
+            matrix_flops=2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits),
+            attention_flops=self._pair_flops * load.num_pairs * seen,
+            weight_bytes=weight_bytes_read,
+            kv_bytes=self._kv_bytes * load.num_kv_tokens * seen,
         )
+
+    def _predicted(self, load: StepLoad) -> StepParts:
+        work = self.work(load)
+        matrix_flops = work.matrix_flops * self._dilution(load.num_tokens)
+        return StepParts(
+            weights_read_s=work.weight_bytes / (self._products * self._bytes_per_s),
+            matrix_compute_s=matrix_flops / self._flops_per_s,
+            kv_read_s=work.kv_bytes / self._kv_bytes_per_s,
+            attention_compute_s=work.attention_flops / self._attention_flops_per_s,
+            transfer_s=self._transfer_s(load.num_tokens),
+            overhead_s=self._overhead_s + self._row_overhead_s * load.num_rows,
+        )
+
+    def _dilution(self, num_tokens: int) -> float:
+        """How many times as long products take per token as with many tokens: at most twice."""
+        most = max(num_tokens, self._half_tokens)
+        return 1.0 + self._half_tokens / most if most else 1.0
 
     def _with_experts(self, experts: MoESpec, num_tokens: int) -> tuple[float, float]:
         """Parameters of the layers that a token of this engine meets, and that a device reads."""

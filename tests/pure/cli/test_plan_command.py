@@ -29,6 +29,50 @@ def test_a_target_that_is_met_is_exit_code_0_and_one_screen(capsys) -> None:
     assert max(map(len, text.splitlines())) <= 160
 
 
+def test_a_gpu_that_was_not_measured_has_a_range_with_its_evidence(capsys) -> None:
+    flags = (*SMALL, "--rate", "20", "--ttft-ms", "200", "--tpot-ms", "20")
+    code, text, _ = run(capsys, *flags, "--engine", "vllm")
+    assert code == 0
+    assert "range of TP 1 x PP 1 x DP 1: " in text
+    assert "evidence: " in text
+    assert "published cases of vllm on h100" in text
+    assert "% of the range" in text.splitlines()[-1]
+    plan = json.loads(run(capsys, *flags, "--engine", "vllm", "--json")[1])
+    known, likely = plan["range"], plan["options"][0]["predicted"]
+    for name in ("ttft_s", "tpot_s"):
+        assert known["high"][name]["p50"] < likely[name]["p50"] < known["low"][name]["p50"]
+    assert known["low_capacity_per_s"] < known["high_capacity_per_s"]
+    assert plan["evidence"]["num_cases"] > 20
+    assert 0.0 <= known["met_part"] <= 1.0
+
+
+def test_a_target_is_met_in_a_part_of_the_range(capsys) -> None:
+    parts = []
+    for tpot_ms in ("0.5", "2.5", "50"):
+        flags = ("--rate", "20", "--tpot-ms", tpot_ms, "--hardware", "h100", "--json")
+        parts.append(json.loads(run(capsys, *SMALL, *flags)[1])["range"]["met_part"])
+    assert parts == sorted(parts)
+    assert parts[0] == 0.0
+    assert parts[-1] == 1.0
+
+
+def test_hardware_with_step_times_of_its_own_keeps_them(capsys, tmp_path) -> None:
+    file = tmp_path / "calibrated.yaml"
+    file.write_text(
+        "achieved:\n  gpu: {capacity: 0.9, memory: 0.8, compute: 0.6, link: 0.7, "
+        "step_overhead_s: 0.001}\n"
+    )
+    flags = (*SMALL, "--rate", "5", "--hardware-file", str(file))
+    plan = json.loads(run(capsys, *flags, "--json")[1])
+    assert plan["evidence"] is None
+    assert plan["range"] is None
+    assert "of the range" not in run(capsys, *flags)[1]
+    for also in (("--engine", "vllm"), ("--offline",)):
+        code, _, error = run(capsys, *flags, *also)
+        assert code == 2
+        assert "--engine and --offline are of GPUs that were not measured" in error
+
+
 def test_an_impossible_target_is_exit_code_1_and_says_why(capsys) -> None:
     code, text, _ = run(capsys, *SMALL, "--tpot-ms", "0.01")
     assert code == 1

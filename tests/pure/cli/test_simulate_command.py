@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 from collections import Counter
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 from page_reports import embedded_report
 
+from quickstep.cli.flags.hardware import add_predicted_engine
 from quickstep.cli.main import main
 from quickstep.cli.simulate import _ARRIVALS, _PRESETS, _ROUTERS
 from quickstep.core.router import ROUTERS
+from quickstep.plan.engines import ENGINES
 from quickstep.plan.traffic import ARRIVALS, Traffic
 from quickstep.sim.workload import WORKLOADS
 
@@ -28,6 +31,10 @@ def test_the_choices_of_the_flags_are_those_that_exist() -> None:
     assert tuple(WORKLOADS) == _PRESETS
     assert ARRIVALS == _ARRIVALS
     assert tuple(ROUTERS) == _ROUTERS
+    parser = argparse.ArgumentParser()
+    add_predicted_engine(parser)
+    (engine,) = (action for action in parser._actions if action.dest == "engine")
+    assert tuple(engine.choices or ()) == ENGINES
 
 
 def test_rates_and_policies_are_compared(capsys) -> None:
@@ -40,6 +47,20 @@ def test_rates_and_policies_are_compared(capsys) -> None:
     mixed, static = (rows[place]["figures"]["ttft_s"]["mean"] for place in (1, 3))
     assert mixed < static
     assert figures(capsys, *flags) == rows
+
+
+def test_runs_have_a_range_with_its_evidence(capsys) -> None:
+    flags = ("--rate", "20", "--output", "20", "--engine", "sglang")
+    (row,) = figures(capsys, *flags)
+    known, likely = row["range"], row["figures"]
+    for name in ("ttft_s", "tpot_s"):
+        assert known["high"][name]["mean"] < likely[name]["mean"] < known["low"][name]["mean"]
+    assert row["evidence"]["engine"] == "sglang"
+    assert main((*QUICK, *flags, "--tpot-ms", "20")) == 0
+    text = capsys.readouterr().out
+    assert "tokens/s, TTFT p50" in text
+    assert "% of the range" in text
+    assert "evidence: " in text
 
 
 def test_replicas_share_the_requests_and_survive_faults(capsys) -> None:
@@ -59,7 +80,7 @@ def test_replicas_share_the_requests_and_survive_faults(capsys) -> None:
 
 
 def test_phases_on_different_engines_hand_the_kv_cache_over(capsys) -> None:
-    flags = ("--rate", "20", "--preset", "prefill-heavy", "--output", "20")
+    flags = ("--rate", "20", "--preset", "prefill-heavy", "--input", "6000", "--output", "20")
     (mixed,) = figures(capsys, *flags, "--replicas", "2")
     flags += ("--prefill-replicas", "1", "--decode-replicas", "1")
     (apart,) = figures(capsys, *flags)

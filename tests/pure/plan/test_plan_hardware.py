@@ -44,7 +44,7 @@ def test_an_unknown_device_or_link_is_one_sentence_with_what_is_known() -> None:
 def test_figures_are_those_of_the_data_sheet_times_what_is_achieved() -> None:
     h100 = find_hardware("h100x2", TABLE, price=2.0)
     assert h100.bytes_per_s == 3350e9 * h100.achieved.memory
-    assert h100.flops_per_s(in_integers=True) == 2 * h100.flops_per_s(in_integers=False) + 1e8 * (
+    assert h100.flops_per_s("int8") == 2 * h100.flops_per_s(None) + 1e8 * (
         h100.achieved.compute * 1e3
     )
     assert h100.memory_bytes == 80e9 * h100.achieved.capacity

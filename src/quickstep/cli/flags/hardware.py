@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.sizing import DraftSizes, ElementBytes
     from quickstep.plan.candidates import DraftModel, LoRASizes
+    from quickstep.plan.engines import Evidence
     from quickstep.plan.hardware import Hardware
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,6 +61,40 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", type=positive_number, metavar="USD", help="dollars per hour of a device"
     )
+
+
+def add_predicted_engine(parser: argparse.ArgumentParser) -> None:
+    """Add `--engine` and `--offline`: whose published figures a prediction follows."""
+    parser.add_argument(
+        "--engine",
+        choices=("quickstep", "vllm", "sglang", "tensorrt-llm"),
+        default="quickstep",
+        help="engine that runs on a GPU of --hardware: its steps are as fast as was published of "
+        "it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="that engine is called by a program, without HTTP",
+    )
+
+
+def predicted_on(args: argparse.Namespace, hardware: Hardware) -> tuple[Hardware, Evidence | None]:
+    """The hardware of `--hardware` with what `--engine` reaches on it, and what that rests on.
+    Hardware that is measured, and that a file gives its own parts, keeps them: None.
+    """
+    from quickstep.plan.engines import with_engine
+    from quickstep.plan.hardware import ESTIMATED, read_hardware
+
+    estimated = read_hardware().achieved[ESTIMATED]
+    if hardware.device.achieved != ESTIMATED or hardware.achieved != estimated:
+        if args.engine != "quickstep" or args.offline:
+            raise ConfigError(
+                f"--engine and --offline are of GPUs that were not measured; --hardware "
+                f"{args.hardware} has step times of its own, leave them out"
+            )
+        return hardware, None
+    return with_engine(hardware, args.engine, args.offline)
 
 
 def add_engine_sizes(group: argparse._ArgumentGroup) -> None:
