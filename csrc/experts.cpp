@@ -51,13 +51,15 @@ struct Call {
   const qs_experts* experts;
   const qs_experts_call* call;
   int64_t item_bytes, num_rows;
-  int64_t hidden, own_width, width, num_outputs;
+  int64_t hidden, first_outputs, own_width, width, num_outputs;
+  bool is_gated, shares_input;
   int64_t* first_row;   // [E + 1] of each expert
   int64_t* token_of;    // [R]
   int64_t* places;      // [T, A] the rows of a token, ascending: by expert
-  float* weights;       // [T, A] of those
+  float* weights;       // [T, A] of those, as outputs are added
+  float* row_weights;   // [R]
   char* x;              // [R, hidden], in the memory of the outputs: read before these are written
-  char* gate_up;        // [T, 2 own_width], of one expert
+  char* gate_up;        // [T, first_outputs], of one expert
   char* activated;      // [R, own_width]
   char* gathered;       // [R, width]: activated, where there are no other ranks
   char* outputs;        // [R, num_outputs]
@@ -74,7 +76,10 @@ struct Call {
     item_bytes = qs::element_bytes(of.dtype);
     num_rows = num_tokens * of.per_token;
     hidden = inputs_of(first, 0);
-    own_width = outputs_of(first, 0) / 2;
+    first_outputs = outputs_of(first, 0);
+    is_gated = of.activation < QS_RELU;
+    shares_input = num_tokens == 1 && of.weighs_inputs == 0;
+    own_width = is_gated ? first_outputs / 2 : first_outputs;
     width = inputs_of(first, 1);
     num_outputs = outputs_of(first, 1);
     Scratch scratch(memory);
@@ -82,7 +87,8 @@ struct Call {
     token_of = scratch.take<int64_t>(num_rows);
     places = scratch.take<int64_t>(num_rows);
     weights = scratch.take<float>(num_rows);
-    gate_up = scratch.take<char>(num_tokens * 2 * own_width * item_bytes);
+    row_weights = scratch.take<float>(num_rows);
+    gate_up = scratch.take<char>(num_tokens * first_outputs * item_bytes);
     activated = scratch.take<char>(num_rows * own_width * item_bytes);
     gathered = activated;
     if (of.ranks != nullptr) gathered = scratch.take<char>(num_rows * width * item_bytes);
@@ -138,7 +144,8 @@ struct Call {
     for (int64_t i = 0; i < num_rows; ++i) {
       const int64_t token = i / per_token, row = first_row[call->chosen[i]]++;
       token_of[row] = token;
-      insert(token, i % per_token, row, call->weights[i]);
+      row_weights[row] = call->weights[i];
+      insert(token, i % per_token, row, call->weighs_inputs != 0 ? 1.0f : call->weights[i]);
     }
     memmove(first_row + 1, first_row, num_experts * sizeof(int64_t));
     first_row[0] = 0;
@@ -157,24 +164,30 @@ struct Call {
     weights_of_token[count] = weight;
   }
 
-  void gather_inputs(qs::Pool* pool) {
+  int gather_inputs(qs_context* context) {
     const char* from = static_cast<const char*>(call->x);
     const int64_t row_bytes = hidden * item_bytes, distance = call->x_stride * item_bytes;
-    if (call->num_tokens == 1) {  // all rows are one
+    if (shares_input) {  // all rows are one
       x = const_cast<char*>(from);
-      return;
+      return QS_OK;
     }
     constexpr int64_t kItemRows = 16;
-    qs::parallel_for(pool, (num_rows + kItemRows - 1) / kItemRows, [&](int64_t item) {
+    qs::parallel_for(context->pool, (num_rows + kItemRows - 1) / kItemRows, [&](int64_t item) {
       const int64_t end = (item + 1) * kItemRows;
       for (int64_t row = item * kItemRows; row < end && row < num_rows; ++row) {
         memcpy(x + row * row_bytes, from + token_of[row] * distance, row_bytes);
       }
     });
+    int status = QS_OK;
+    for (int64_t row = 0; call->weighs_inputs != 0 && row < num_rows && status == QS_OK; ++row) {
+      char* own = x + row * row_bytes;
+      status = qs_scale(context, call->dtype, own, hidden, row_weights[row], own);
+    }
+    return status;
   }
 
   const char* inputs(int64_t expert) const {
-    return call->num_tokens == 1 ? x : x + first_row[expert] * hidden * item_bytes;
+    return shares_input ? x : x + first_row[expert] * hidden * item_bytes;
   }
 
   int multiply(qs_context* context, int64_t expert, int which, const void* from, void* to) {
@@ -235,12 +248,16 @@ struct Call {
     const char* from = inputs(expert);
     char* to = activated + first_row[expert] * own_width * item_bytes;
     const int64_t num_groups = call->num_groups > 0 ? find_adapters(expert) : 0;
-    if (num_groups == 0 && multiply_gated(context, expert, from, to)) return QS_OK;
+    if (is_gated && num_groups == 0 && multiply_gated(context, expert, from, to)) return QS_OK;
     int status = multiply(context, expert, 0, from, gate_up);
     if (status == QS_OK && num_groups > 0) {
-      status = add_adapters(context, 2 * expert, num_groups, from, hidden, gate_up, 2 * own_width);
+      status = add_adapters(context, 2 * expert, num_groups, from, hidden, gate_up, first_outputs);
     }
     if (status != QS_OK) return status;
+    if (!is_gated) {
+      return qs_activation_of(context, call->dtype, call->activation, gate_up, own_width, nullptr, 0,
+                              count_of(expert), own_width, to);
+    }
     return qs_gated_activation(context, call->dtype, call->activation, gate_up, count_of(expert),
                                own_width, to);
   }
@@ -304,7 +321,8 @@ struct Call {
     if (call->num_groups > 0) {
       for (int64_t i = 0; i < call->num_tokens; ++i) row_of[i] = -1;
     }
-    gather_inputs(context->pool);
+    status = gather_inputs(context);
+    if (status != QS_OK) return status;
     status = for_experts(context, 0, [&](int64_t expert) { return activate(context, expert); });
     if (status == QS_OK) status = gather_activated(context);
     if (status != QS_OK) return status;
@@ -319,7 +337,7 @@ struct Call {
 
 bool valid_call(const qs_experts& experts, const qs_experts_call& call) {
   return call.dtype >= QS_F32 && call.dtype <= QS_F16 && call.activation >= QS_SILU &&
-         call.activation <= QS_CLAMPED_SWIGLU && call.num_tokens >= 0 && call.per_token >= 1 &&
+         call.activation <= QS_RELU2 && call.num_tokens >= 0 && call.per_token >= 1 &&
          call.per_token <= experts.num_experts;
 }
 
@@ -338,7 +356,6 @@ int qs_experts_create(const qs_expert* experts, int64_t num_experts, qs_experts*
       }
     }
   }
-  if (outputs_of(experts[0], 0) % 2 != 0) return QS_INVALID;
   qs_experts* made = new (std::nothrow) qs_experts{};
   if (made == nullptr) return QS_OUT_OF_MEMORY;
   made->num_experts = num_experts;
@@ -387,6 +404,7 @@ int64_t qs_experts_scratch_bytes(const qs_experts* experts, const qs_experts_cal
 int qs_experts_run(qs_context* context, const qs_experts* experts, const qs_experts_call* call) {
   if (!valid_call(*experts, *call)) return QS_INVALID;
   const Call sizes(*experts, *call, nullptr);
+  if (sizes.is_gated && sizes.first_outputs % 2 != 0) return QS_INVALID;
   const int64_t last_column = call->first_column + sizes.own_width;
   if (call->ranks == nullptr ? sizes.own_width != sizes.width
                              : call->first_column < 0 || last_column > sizes.width) {

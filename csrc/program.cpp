@@ -472,6 +472,7 @@ int run_experts(qs_program* program, const qs_op& op, int64_t rows) {
   }
   call.ranks = group_of(op);
   call.first_column = op.size[2];
+  call.weighs_inputs = op.size[3];
   call.out = op.out[0];
   if (!program->scratch.reserve(qs_experts_scratch_bytes(experts, &call))) return QS_OUT_OF_MEMORY;
   call.scratch = program->scratch.data;
@@ -516,6 +517,7 @@ int run_delta(qs_program* program, const qs_op& op) {
   call.key_size = op.size[4] & 0xffffffff;
   call.value_size = op.size[4] >> 32;
   call.x_stride = op.stride[0];
+  call.shared_stride = op.stride[1];
   call.eps = static_cast<float>(op.scalar[0]);
   call.x = op.in[0];
   call.taps = static_cast<const float*>(op.in[1]);

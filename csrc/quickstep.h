@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 19
+#define QS_ABI_VERSION 20
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -23,6 +23,7 @@ enum qs_status {
   QS_OUT_OF_RANGE = 4,      // a token id or slot outside its table
   QS_UNREADABLE = 5,        // a file could not be read, or ended too early
   QS_PEER_LOST = 6,         // another rank of the model is lost
+  QS_UNSUPPORTED_PIECES = 7,  // a vocabulary that qs_pieces does not read
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
@@ -46,6 +47,7 @@ typedef struct qs_lora qs_lora;        // a LoRA adapter
 typedef struct qs_group qs_group;      // the ranks of a model
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 typedef struct qs_text qs_text;        // tokens, and where each pair of them occurs
+typedef struct qs_pieces qs_pieces;    // a SentencePiece vocabulary
 
 QS_API int qs_abi_version(void);
 
@@ -319,7 +321,7 @@ typedef struct qs_attention {
   int64_t block_size;
   int64_t max_blocks;       // columns of block_tables
   int64_t num_blocks;       // B
-  int64_t window;           // 0: none
+  int64_t window;           // 0: none; below 0: only keys of the query's chunk of -window positions
   float scale;
   float softcap;            // 0: none
   const void* q;
@@ -394,7 +396,8 @@ QS_API int qs_scale(qs_context* context, int dtype, const void* x, int64_t count
 QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count,
                             double divisor, double cap, float* out);
 
-// The experts of a layer of a mixture: gate_up [2 w, k], gates first, and down_proj [n, width] of
+// The experts of a layer of a mixture: gate_up [2 w, k], gates first, or only up [w, k] where the
+// activation is one without a gate (from QS_RELU on), and down_proj [n, width] of
 // each, in the memory of their own objects, which outlive this one. Both are plain or quantized.
 typedef struct qs_expert {
   const qs_linear* linear[2];  // gate_up, down_proj
@@ -428,12 +431,13 @@ typedef struct qs_route_call {
 QS_API int qs_route(qs_context* context, const qs_route_call* call);
 
 // out [T, n]: the products of a token's experts, weighted, added in float32 in ascending order of
-// the experts and rounded once.
+// the experts and rounded once; or, with `weighs_inputs`, of the weighted x, each rounded, and added.
 typedef struct qs_experts_call {
   int32_t dtype;
   int32_t activation;
   int64_t num_tokens;
   int64_t per_token;            // A
+  int64_t weighs_inputs;
   int64_t x_stride;
   const void* x;                // [T, k]
   const int64_t* chosen;        // [T, A] different experts
@@ -517,6 +521,7 @@ typedef struct qs_delta_call {
   int32_t width;
   int64_t num_key_heads, num_value_heads, key_size, value_size;
   int64_t x_stride;
+  int64_t shared_stride;       // between outputs of value heads that share a key head: 1, or key heads
   float eps;
   const void* x;
   const float* taps;           // [width, channels]
@@ -577,6 +582,7 @@ typedef struct qs_mamba_call {
   int64_t x_stride;
   float eps;
   float least_step, most_step;
+  float gate_factor, step_factor;  // of the gates and of the time steps in x
   const void* x;
   const float* taps;           // [width, channels]
   const float* conv_bias;      // [channels], or null
@@ -627,8 +633,8 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //              factors or null                                 sigmoid; scalar: scale, counted
 //                                                              per group; option: normalise
 //   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
-//              qs_experts, qs_group or                         adapters, first column;
-//              null                                            stride[0] of x;
+//              qs_experts, qs_group or                         adapters, first column, weighs
+//              null                                            inputs; stride[0] of x;
 //                                                              option: qs_activation
 //   GATE       in x, gates                out y                size: values of a row, gates of a
 //                                                              row; stride[0] of the gates
@@ -879,6 +885,35 @@ typedef struct qs_suffix_call {
 } qs_suffix_call;
 
 QS_API int qs_suffix_propose(const qs_suffix_call* call);
+
+// Passes texts that a GGUF file lists, each its size in 8 bytes and UTF-8: how many of `count` end
+// within the content, and where the last of these ends.
+QS_API int64_t qs_skip_texts(const uint8_t* content, int64_t num_bytes, int64_t count,
+                             int64_t* end);
+
+// Tokenizing with the pieces of a GGUF file (quickstep/text/sentence_pieces.py). Any number of
+// threads may read a vocabulary at a time.
+typedef struct qs_pieces_call {
+  const uint8_t* texts;       // as qs_skip_texts has them
+  int64_t num_bytes;
+  int64_t num_tokens;
+  const float* scores;        // [num_tokens]
+  const int32_t* kinds;       // [num_tokens], tokenizer.ggml.token_type
+  int64_t adds_space;         // 1: a text gets a space in front, and after each added token
+} qs_pieces_call;
+
+// QS_UNSUPPORTED_PIECES if a text is there twice, is empty, above 4,096 bytes or no UTF-8, a byte
+// has no piece, or a score is not finite.
+QS_API int qs_pieces_create(const qs_pieces_call* call, qs_pieces** out);
+QS_API void qs_pieces_destroy(qs_pieces* pieces);
+// The UTF-8 of all tokens, and where each one starts; the last of num_tokens + 1 is the end. Both
+// live as long as the vocabulary.
+QS_API const uint8_t* qs_pieces_texts(const qs_pieces* pieces, const int64_t** starts);
+QS_API int32_t qs_pieces_find(const qs_pieces* pieces, const uint8_t* text, int64_t num_bytes);
+// `num_ids` gets how many ids the text has; they are written if that is at most `capacity`. At most
+// 2^28 bytes of UTF-8.
+QS_API int qs_pieces_encode(const qs_pieces* pieces, const uint8_t* text, int64_t num_bytes,
+                            int32_t* ids, int64_t capacity, int64_t* num_ids);
 
 // Measuring the machine. The library reads no clock here: the caller times the calls.
 

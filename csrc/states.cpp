@@ -69,6 +69,7 @@ int qs_delta(qs_context* context, const qs_delta_call* call) {
   if (key_heads < 1 || heads % key_heads != 0 || heads / key_heads > qs::kMaxDeltaGroup) {
     return QS_INVALID;
   }
+  if (call->shared_stride != 1 && call->shared_stride != key_heads) return QS_INVALID;
   const int64_t channels = 2 * key_heads * call->key_size + heads * call->value_size;
   const int64_t matrix = heads * call->key_size * call->value_size;
   const int64_t num_state = (call->width - 1) * channels + matrix;

@@ -20,6 +20,7 @@ from quickstep.model.architectures import (  # noqa: E402
     WRAPPERS,
     Architecture,
 )
+from quickstep.model.checkpoint.gguf_architectures import DIALECTS, MIXTRAL  # noqa: E402
 from quickstep.model.decoder_spec import NormPlacement, QKNorm  # noqa: E402
 from quickstep.model.encoders.encoder_spec import ENCODERS  # noqa: E402
 
@@ -32,8 +33,8 @@ on the native kernels, with the same bits in any batch; `quickstep verify` check
 decoder-only architectures run through transformers where that gives the logits of its own
 attention ([formats and checkpoints](checkpoints.md)), or are refused in one sentence.
 
-| `architectures` | `model_type` | what it has that not all have |
-|---|---|---|
+| `architectures` | `model_type` | in GGUF files | what it has that not all have |
+|---|---|---|---|
 """
 WRAPPED = """
 ## Models of text and images
@@ -62,6 +63,12 @@ def additions(entry: Architecture) -> Iterator[str]:
         yield "a mixture of experts"
     if entry.mixers.__name__ != "all_attention":
         yield "layers with a state"
+    if entry.sizes is patterns.falcon_h1_layers:
+        yield "attention and a state in each layer"
+    if entry.sizes is patterns.nemotron_h_layers:
+        yield "layers of one part each"
+    if entry.sizes is patterns.llama4_layers:
+        yield "attention in chunks"
     if entry.latent.__name__ != "_no_latents":
         yield "latents instead of keys and values"
     if entry.windows is patterns.indexed_attention:
@@ -74,7 +81,8 @@ def additions(entry: Architecture) -> Iterator[str]:
     )
     if entry.windows not in without:
         yield "sliding windows"
-    if entry.ropes in (patterns.interleaved_rope, patterns.cohere2_ropes):
+    turning = (patterns.interleaved_rope, patterns.cohere2_ropes, patterns.llama4_ropes)
+    if entry.ropes in turning:
         yield "neighbours turned"
     if entry.layer_norm:
         yield "layer norm"
@@ -98,7 +106,10 @@ def rows() -> Iterator[str]:
     """A row for each architecture."""
     for name, entry in ARCHITECTURES.items():
         types = ", ".join(f"`{key}`" for key, value in MODEL_TYPES.items() if value == name)
-        columns = (f"`{name}`", types, ", ".join(additions(entry)))
+        dialects = [key for key, dialect in DIALECTS.items() if dialect.name == name]
+        dialects += ["llama"] if name == MIXTRAL.name else []
+        files = ", ".join(f"`{key}`" for key in dialects)
+        columns = (f"`{name}`", types, files, ", ".join(additions(entry)))
         yield f"| {' | '.join(map(cell, columns))} |\n"
 
 

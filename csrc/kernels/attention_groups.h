@@ -59,11 +59,17 @@ struct Pass {
     const int64_t start = call->context_lens[r] - (call->row_offsets[r + 1] - begin);
     for (int64_t i = first; i < first + count; ++i) {
       const int64_t end = start + i / group + 1;
-      const bool windowed = call->window > 0 && end > call->window;
-      const Span visible = {windowed ? end - call->window : 0, end};
+      const Span visible = {first_visible(end), end};
       queries[num_queries++] = {begin + i / group, kv_head * group + i % group, visible};
     }
     row_ends[r - row] = num_queries;
+  }
+
+  // The first key that a query sees whose own is before `end`.
+  int64_t first_visible(int64_t end) const {
+    const int64_t window = call->window;
+    if (window < 0) return (end - 1) / -window * -window;
+    return window > 0 && end > window ? end - window : 0;
   }
 
   // What the queries of some rows may see.
@@ -105,7 +111,7 @@ inline Pass make_group_pass(const qs_attention& call, const Group& group, int64_
 
 // How many first splits two rows share: the same blocks, completely visible to every query.
 inline int64_t splits_shared(const qs_attention& call, int64_t a, int64_t b, int64_t at_most) {
-  if (call.window > 0) return 0;
+  if (call.window != 0) return 0;
   const auto start = [&](int64_t row) {
     const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
     return min_of(call.context_lens[row] - tokens, tail_begin(call, row));

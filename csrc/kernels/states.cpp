@@ -396,7 +396,9 @@ struct DeltaHead {
   void emit(int64_t token, int64_t index, const float* mixed) const {
     const int64_t e = call.value_size, value_head = head * group + index;
     const T* z = input(token) + num_channels + value_head * e;
-    T* out = static_cast<T*>(call.out) + (run.first_token + token) * num_values + value_head * e;
+    const int64_t first = call.shared_stride == 1 ? head * group : head;
+    const int64_t place = first + index * call.shared_stride;
+    T* out = static_cast<T*>(call.out) + (run.first_token + token) * num_values + place * e;
     vf squares = {};
     for (int64_t i = 0; i < e; i += W) {
       const vf v = load_up_to(mixed + i, e - i);
@@ -577,7 +579,8 @@ struct MambaHead {
       convolve(head * p, 0, p, values.value[place]);
       convolve(sizes.num_values + group * n, p, n, block.key[place]);
       convolve(sizes.num_values + sizes.num_keys + group * n, p + n, n, block.query[place]);
-      const double step = softplus64(static_cast<double>(step_of(token) + call.biases[head]));
+      const float input_step = step_of(token) * call.step_factor;
+      const double step = softplus64(static_cast<double>(input_step + call.biases[head]));
       const double least = call.least_step, most = call.most_step;
       const double bounded = step < least ? least : step > most ? most : step;
       values.strength[place] = static_cast<float>(bounded);
@@ -592,12 +595,12 @@ struct MambaHead {
     const int64_t p = call.head_size;
     const T* z = input(token) + head * p;
     float* out = mixed + (run.first_token + token) * sizes.num_values + head * p;
-    const vf skip = set1(call.skips[head]);
+    const vf skip = set1(call.skips[head]), factor = set1(call.gate_factor);
     for (int64_t i = 0; i < p; i += W) {
       const int64_t n = p - i;
       const vf value = load_up_to(values.value[place] + i, n);
       const vf found = fma(skip, value, load_up_to(values.out[place] + i, n));
-      store_up_to(out + i, found * Silu::apply(load_up_to(z + i, n)), n);
+      store_up_to(out + i, found * Silu::apply(load_up_to(z + i, n) * factor), n);
     }
   }
 

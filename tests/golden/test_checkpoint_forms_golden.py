@@ -67,8 +67,8 @@ def old_form(config: dict[str, object]) -> dict[str, object]:
     return config
 
 
-# of these, positions by kind of layer have no older form
-BY_KIND = ("gemma3", "gemma4", "gemma4-mixture", "olmo3")
+# of these, positions by kind of layer have no older form, or there are none
+BY_KIND = ("gemma3", "gemma4", "gemma4-mixture", "olmo3", "nemotron-h", "nemotron-h-moe")
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import prediction_layers as layers
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from gguf_twins import write_twin
-from golden_cases import VOCAB, Case, rope
+from golden_cases import CASES, VOCAB, Case, rope
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from paged_driver import PagedDriver
+from safetensors.numpy import load_file
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.weights import open_weights
@@ -30,6 +33,21 @@ QWEN3_MOE = Case("qwen3moe", "Qwen3Moe", {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
     "norm_topk_prob": True, "head_dim": 24,
 })  # fmt: skip
+
+
+def golden(name: str, **changes: object) -> Case:
+    case = next(case for case in CASES if case.name == name)
+    return replace(case, values=case.values | changes)
+
+
+QWEN_NEXT = golden("qwen3-next", mlp_only_layers=[])
+QWEN_35, QWEN_35_MOE = golden("qwen3.5"), golden("qwen3.5-moe")
+NO_LEAST_STEP = 1e-30
+BIASES = ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias")
+# llama.cpp has no multipliers of its own, so that of the embedding would be that of the logits
+WITHOUT_BIASES = dict.fromkeys((*BIASES, "tie_word_embeddings"), False)
+# a file has no chunks of another size
+LLAMA4_OF_GGUF = {"attention_chunk_size": 8192, "floor_scale": 8192} | rope("default")
 # the case, its section in addition to the sizes, whether queries and keys are in pairs
 TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen3moe", QWEN3_MOE, {}, False),
@@ -85,6 +103,19 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         },
         False,
     ),
+    ("qwen3next", QWEN_NEXT, {}, False),
+    ("qwen35", QWEN_35, {}, False),
+    ("qwen35moe", QWEN_35_MOE, {}, False),
+    ("falcon-h1", golden("falcon-h1"), {}, False),
+    ("falcon-h1", golden("falcon-h1-norm", **WITHOUT_BIASES), {}, False),
+    ("nemotron_h", golden("nemotron-h", time_step_min=NO_LEAST_STEP), {}, True),
+    (
+        "nemotron_h_moe",
+        golden("nemotron-h-moe", time_step_min=NO_LEAST_STEP, use_bias=False, use_conv_bias=True),
+        {},
+        True,
+    ),
+    ("llama4", golden("llama4", **LLAMA4_OF_GGUF), {}, False),
     (
         "lfm2",
         Case("lfm2", "Lfm2", {
@@ -131,6 +162,69 @@ def test_layers_that_draft_are_not_used(tmp_path: Path) -> None:
     assert spec.num_layers == 2
     unused = open_weights(path, spec).unused()
     assert "model.layers.2.mlp.experts.0.up_proj.weight" in unused
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [("qwen3next", QWEN_NEXT), ("qwen35", QWEN_35), ("qwen35moe", QWEN_35_MOE)],
+    ids=lambda x: str(x)[:9],
+)
+def test_a_layer_of_qwen_drafts_what_transformers_would(
+    architecture: str, case: Case, tmp_path: Path
+) -> None:
+    layer = layers.write_with_layer(tmp_path, case)
+    path = tmp_path / "twin.gguf"
+    num_layers = layer.target.config.num_hidden_layers
+    recurrent = [kind == "linear_attention" for kind in layer.target.config.layer_types]
+    section = {
+        ".block_count": num_layers + 1,
+        ".nextn_predict_layers": 1,
+        ".attention.recurrent_layers": [*recurrent, False],
+    }
+    write_twin(tmp_path, path, architecture, section, paired=False)
+    token_ids = tuple(range(40, 52))
+    hidden = layer.hidden(token_ids[:-1])
+    assert layers.drafted(path, token_ids, hidden) == layer.drafts(token_ids, hidden, 6)
+
+
+@pytest.mark.parametrize("older", [True, False], ids=["fused projections", "fused experts"])
+def test_other_layouts_of_a_file_compute_the_same(older: bool, tmp_path: Path) -> None:
+    """Qwen3-Next's first files have one matrix of queries, keys, values and gates; files may have
+    gate and up of all experts in one tensor.
+    """
+    QWEN_NEXT.save(tmp_path)
+    paths = tmp_path / "usual.gguf", tmp_path / "other.gguf"
+    layout = {"is_older": True} if older else {"fuses_experts": True}
+    write_twin(tmp_path, paths[0], "qwen3next", {}, paired=False)
+    write_twin(tmp_path, paths[1], "qwen3next", {}, paired=False, **layout)
+    prompts = random_prompts(PROMPT_LENS, VOCAB)
+    rows = [
+        PagedDriver(load(path, dtype="float32")).generate(prompts, 4, chunk=6) for path in paths
+    ]
+    for usual, other in zip(*rows, strict=True):
+        assert torch.equal(torch.cat(usual.logits), torch.cat(other.logits))
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_chunks_of_llama_4_are_those_of_llama_cpp(window: int | None, tmp_path: Path) -> None:
+    golden("llama4", **LLAMA4_OF_GGUF).save(tmp_path)
+    path = tmp_path / "twin.gguf"
+    section = {} if window is None else {".attention.sliding_window": window}
+    write_twin(tmp_path, path, "llama4", section, paired=False)
+    spec = read_spec(path)
+    found = [(layer.chunk, layer.rope, layer.query_rope) for layer in spec.layers]
+    rotated, grown = (8192, 0, None), (None, None, 1)
+    assert found == ([rotated] * 3 + [grown] if window is None else [(None, 0, None)] * 4)
+
+
+def test_rates_of_decay_are_not_rounded(tmp_path: Path) -> None:
+    """The model computes in bfloat16; the rates are exponentials, in float32."""
+    QWEN_35.save(tmp_path)
+    path = tmp_path / "twin.gguf"
+    write_twin(tmp_path, path, "qwen35", {}, paired=False)
+    found = load(path, dtype="bfloat16").weights.layers[0].mixer.delta.rates.numpy()
+    logarithms = load_file(tmp_path / "model.safetensors")["model.layers.0.linear_attn.A_log"]
+    np.testing.assert_allclose(found, -np.exp(logarithms), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)

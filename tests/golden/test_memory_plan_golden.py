@@ -15,7 +15,7 @@ from golden_harness import load
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.model.checkpoint.tensor_schema import layer_tensors
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.sizing import ElementBytes, plan_memory
 from quickstep.ops.native.experts import PackedExperts
 from quickstep.ops.weights import HeadWeight, LinearWeight
@@ -54,6 +54,8 @@ def kernel_bytes(spec: ModelSpec) -> int:
             added -= 2
         if spec.value_norm and layer.kv_from is None:
             added += 2 * spec.of_layer(index).head_size  # ones
+        if spec.qk_norm is QKNorm.UNWEIGHTED and layer.rope is not None:
+            added += 2 * spec.head_size
         small = [
             name
             for name in tensors

@@ -57,7 +57,7 @@ def short_conv(channels: int, width: int, bias: bool) -> Kind:
     return Kind(f"conv-{channels}-{width}", mixer.kept, mixer.num_inputs, by)
 
 
-def gated_delta(mixer: GatedDelta) -> Kind:
+def gated_delta(mixer: GatedDelta, *, tiled: bool = False) -> Kind:
     heads = mixer.num_value_heads
     weights = DeltaWeights(
         taps=noise(mixer.width, mixer.num_channels, seed=1) * 0.5,
@@ -67,6 +67,7 @@ def gated_delta(mixer: GatedDelta) -> Kind:
         num_key_heads=mixer.num_key_heads,
         key_size=mixer.key_size,
         eps=1e-6,
+        tiled=tiled,
     )
 
     def by(which: str) -> Mix:
@@ -75,10 +76,11 @@ def gated_delta(mixer: GatedDelta) -> Kind:
         return lambda x, states, rows: op(x, weights, states, rows)
 
     name = f"delta-{mixer.num_key_heads}-{heads}-{mixer.key_size}-{mixer.value_size}"
+    name += "-tiled" if tiled else ""
     return Kind(name, mixer.kept, mixer.num_inputs, by)
 
 
-def mamba(mixer: Mamba2) -> Kind:
+def mamba(mixer: Mamba2, factors: tuple[float, float] = (1.0, 1.0)) -> Kind:
     heads, values = mixer.num_heads, mixer.num_outputs
     weights = MambaWeights(
         taps=noise(mixer.width, mixer.num_channels, seed=1) * 0.5,
@@ -92,6 +94,8 @@ def mamba(mixer: Mamba2) -> Kind:
         eps=1e-5,
         least_step=mixer.least_step,
         most_step=mixer.most_step,
+        gate_factor=factors[0],
+        step_factor=factors[1],
     )
 
     def by(which: str) -> Mix:
@@ -108,9 +112,10 @@ KINDS = [
     gated_delta(GatedDelta(2, 4, 12, 20, 4)),
     gated_delta(GatedDelta(1, 1, 128, 128, 4)),
     gated_delta(GatedDelta(2, 6, 16, 72, 2)),
+    gated_delta(GatedDelta(2, 6, 12, 20, 3), tiled=True),
     mamba(Mamba2(6, 20, 2, 12, 3)),
     mamba(Mamba2(4, 64, 1, 128, 4, conv_bias=False, has_norm=False, most_step=0.5)),
-    mamba(Mamba2(9, 24, 3, 72, 4)),
+    mamba(Mamba2(9, 24, 3, 72, 4), factors=(0.6, 1.7)),
 ]
 
 

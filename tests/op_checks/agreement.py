@@ -21,7 +21,7 @@ from op_checks.cases import AttentionCase, Case, bind
 from op_checks.experts_cases import Matrix
 from op_checks.placement import moved
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import LoRAPart, OpTable, RoutingRule
+from quickstep.ops.table import WITHOUT_GATE, LoRAPart, OpTable, RoutingRule
 from quickstep.ops.tensors import read_heads, to_torch
 from quickstep.ops.weights import QuantizedWeight
 
@@ -334,6 +334,9 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
             scores = (scores / case.params.softcap).tanh() * case.params.softcap
         distance = torch.arange(start, start + count)[:, None] - torch.arange(start + count)
         hidden = (distance < 0) | (distance >= (case.params.window or start + count))
+        if case.params.chunk is not None:
+            in_chunk = torch.arange(start, start + count)[:, None] % case.params.chunk
+            hidden |= distance > in_chunk
         scores = scores.masked_fill(hidden.to(scores.device), -torch.inf)
         size = size.amax(-1)
         if case.sinks is not None:
@@ -398,7 +401,30 @@ def _experts(
     activation: str,
     matrices: tuple[tuple[Matrix, ...], tuple[Matrix, ...]],
 ) -> list[tuple[Tensor, Tensor]]:
+    if activation in WITHOUT_GATE:
+        return _ungated_experts(x, chosen, shares, activation, matrices)
     return _experts_lora(x, chosen, shares, chosen[:, 0] * 0 - 1, activation, matrices, ())
+
+
+def _ungated_experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    activation: str,
+    matrices: tuple[tuple[Matrix, ...], tuple[Matrix, ...]],
+) -> list[tuple[Tensor, Tensor]]:
+    """Token by token, of weighted inputs: with one of 1 or -1, no rounding comes before."""
+    value, slack = torch.zeros_like(x), torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
+            up, size = _adapted(x[token, None] * share, matrices[0][expert], ())
+            [(middle, rounding)] = _activation(up, activation)
+            rounding = rounding + 2 * (up.abs() + size) * size
+            output, output_size = _adapted(middle, matrices[1][expert], ())
+            down, _ = matrices[1][expert]
+            value[token] += output[0]
+            slack[token] += (output_size + rounding @ _wide(down).abs().t())[0]
+    return [(value, 2 * slack + 4 * _FP32_ROUNDOFF * value.abs())]
 
 
 def _route(

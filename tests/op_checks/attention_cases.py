@@ -77,7 +77,7 @@ def make_layout(rows: Rows, block_tables: Tensor, block_size: int) -> PagedLayou
     )
 
 
-# name, rows, (H, K, D), block size, window, soft-cap
+# name, rows, (H, K, D), block size, window (below 0: a chunk), soft-cap
 _MIXED: Rows = ((0, 1), (36, 1), (0, 37), (300, 1), (250, 13), (255, 1), (256, 1), (200, 2))
 _ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float | None], ...] = (
     ("one-key", ((0, 1),), (1, 1, 32), 16, None, None),
@@ -85,6 +85,7 @@ _ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float 
     ("large-scores", _MIXED, (4, 4, 32), 16, None, None),
     ("window", _MIXED, (4, 2, 64), 16, 21, None),
     ("window-below-tile", ((600, 1), (520, 9), (0, 40)), (2, 1, 32), 8, 70, None),
+    ("chunk", _MIXED, (4, 2, 64), 16, -21, None),
     ("softcap", _MIXED, (6, 2, 80), 32, None, 5.0),
     ("long", ((1023, 1), (1024, 2), (0, 70)), (3, 3, 128), 64, None, None),
     ("head-256", ((40, 1), (20, 5)), (2, 1, 256), 4, 16, 30.0),
@@ -163,9 +164,15 @@ def _attention_over(
             v_cache=stored_heads(source.normal(*shape), kv_dtype),
             rows=rows,
             block_tables=tables,
-            params=AttentionParams(size**-0.5, window, softcap),
+            params=_params(size**-0.5, window, softcap),
             sinks=_sinks(source, num_heads) if title.startswith("sinks") else None,
         )
+
+
+def _params(scale: float, window: int | None, softcap: float | None) -> AttentionParams:
+    if window is not None and window < 0:
+        return AttentionParams(scale, softcap=softcap, chunk=-window)
+    return AttentionParams(scale, window, softcap)
 
 
 def _placed(source: CaseInputs, rows: Rows, block_size: int) -> tuple[tuple[int, int], Tensor]:

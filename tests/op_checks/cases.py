@@ -33,6 +33,7 @@ from quickstep.ops.reference.elementary import activation, add_layer_norm, layer
 from quickstep.ops.reference.experts import experts as reference_experts
 from quickstep.ops.reference.experts import route as reference_route
 from quickstep.ops.table import (
+    WITHOUT_GATE,
     ExpertLoRA,
     ExpertWeights,
     LoRAAdapter,
@@ -171,7 +172,8 @@ def _bind_experts(ops: OpTable, fixed: tuple[Any, ...]) -> Callable[..., tuple[T
     activation, matrices, *rest = fixed
     gate_up, down_proj = (tuple(_pack(ops, *one) for one in every) for every in matrices)
     data = None if ops.pack_experts is None else ops.pack_experts(gate_up, down_proj)
-    weights = ExpertWeights(gate_up, down_proj, data)
+    # cases without a gate are those of weighted inputs too
+    weights = ExpertWeights(gate_up, down_proj, data, activation in WITHOUT_GATE)
     run = partial(reference_experts, ops) if data is None or ops.experts is None else ops.experts
     if ops.experts is not None and data is None:  # only e4m3 on a CPU has no kernel
         weights_of = [weight for every in matrices for weight, _ in every]

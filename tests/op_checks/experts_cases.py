@@ -29,6 +29,8 @@ _SHAPES = (
     (5, 64, 64, 2, 1, "multiplied", False),
     (6, 64, 32, 3, 2, "float8", True),
 )
+# without a gate, of weighted inputs
+_UNGATED = ((1, 32, 48, 4, 2, "float", False), (13, 64, 32, 3, 2, "int8", True))
 
 
 def experts_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
@@ -39,6 +41,12 @@ def experts_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         activation = "clamped_swiglu" if shape[-1] else "silu"
         tokens = _tokens(source, *shape[:2], *shape[3:5])
         yield Inputs(name, tokens, (activation, _all(source, shape)))
+    for shape in _UNGATED:
+        name = label("experts", dtype, "relu2", *shape)
+        source = CaseInputs(name, dtype)
+        x, chosen, weights = _tokens(source, *shape[:2], *shape[3:5])
+        signs = weights.round() * 2 - 1
+        yield Inputs(name, (x, chosen, signs), ("relu2", _all(source, shape, is_gated=False)))
 
 
 def experts_lora_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
@@ -73,11 +81,15 @@ def _tokens(
 
 
 def _all(
-    source: CaseInputs, shape: tuple[int, int, int, int, int, str, bool]
+    source: CaseInputs,
+    shape: tuple[int, int, int, int, int, str, bool],
+    *,
+    is_gated: bool = True,
 ) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
     _, hidden, width, num_experts, _, form, has_biases = shape
+    first = 2 * width if is_gated else width
     return (
-        tuple(_matrix(source, 2 * width, hidden, form, has_biases) for _ in range(num_experts)),
+        tuple(_matrix(source, first, hidden, form, has_biases) for _ in range(num_experts)),
         tuple(_matrix(source, hidden, width, form, has_biases) for _ in range(num_experts)),
     )
 

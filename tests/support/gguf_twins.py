@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import gguf_files as files
@@ -17,6 +18,13 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_LAYER_THAT_DRAFTS = re.compile(r"mtp\.layers\.0\.")
+_DRAFTING_NAMES = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
 # config key -> key of the section
 _KEYS = {
     "num_hidden_layers": ".block_count",
@@ -34,6 +42,16 @@ _KEYS = {
     "n_routed_experts": ".expert_count",
     "num_experts_per_tok": ".expert_used_count",
     "moe_intermediate_size": ".expert_feed_forward_length",
+    "shared_expert_intermediate_size": ".expert_shared_feed_forward_length",
+    "mamba_d_conv": ".ssm.conv_kernel",
+    "mamba_d_ssm": ".ssm.inner_size",
+    "mamba_d_state": ".ssm.state_size",
+    "mamba_n_groups": ".ssm.group_count",
+    "mamba_n_heads": ".ssm.time_step_rank",
+    "linear_conv_kernel_dim": ".ssm.conv_kernel",
+    "linear_key_head_dim": ".ssm.state_size",
+    "linear_num_key_heads": ".ssm.group_count",
+    "linear_num_value_heads": ".ssm.time_step_rank",
 }
 
 
@@ -45,8 +63,12 @@ def write_twin(
     *,
     paired: bool,
     kinds: Mapping[str, Kind] = {},
+    is_older: bool = False,
+    fuses_experts: bool = False,
 ) -> None:
-    """Write the file; `kinds` are the types of tensors by parts of their names in GGUF."""
+    """Write the file; `kinds` are the types of tensors by parts of their names in GGUF. `is_older`:
+    with one projection of Qwen3-Next as in its checkpoints.
+    """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
@@ -58,18 +80,40 @@ def write_twin(
         ".rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
     }
     metadata |= {ours: config[key] for key, ours in _KEYS.items() if config.get(key) is not None}
+    if "linear_num_key_heads" in config:
+        metadata |= _delta_section(config, architecture)
+    if "layers_block_type" in config:
+        metadata |= _sizes_of_layers(config)
     metadata |= files.byte_vocabulary(config["vocab_size"]) if config["vocab_size"] > 258 else {}
+    merged = _merged(load_file(checkpoint / "model.safetensors"))
+    if "linear_num_key_heads" in config:
+        is_tiled = architecture != "qwen3next"
+        merged = _delta(merged, config, is_tiled=is_tiled, is_older=is_older)
+    if architecture == "llama4":
+        metadata |= {
+            ".feed_forward_length": config["intermediate_size_mlp"],
+            ".expert_feed_forward_length": config["intermediate_size"],
+            ".interleave_moe_layer_step": config["interleave_moe_layer_step"],
+        }
+    if architecture in ("falcon-h1", "nemotron_h", "nemotron_h_moe"):
+        merged = _mamba(merged, config)
+    if architecture == "falcon-h1":
+        merged = {name: values * _factor(name, config) for name, values in merged.items()}
     tensors = {
         name: _paired(name, values, config, head_size) if paired else values
-        for name, values in _merged(load_file(checkpoint / "model.safetensors")).items()
+        for name, values in merged.items()
     }
+    num_layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    num_blocks = num_layers + int(section.get(".nextn_predict_layers", 0))
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
-        config["num_hidden_layers"],
+        num_blocks,
     )
     written = []
+    if fuses_experts:
+        tensors = _fused_experts(tensors)
     for name, values in tensors.items():
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = names.get_name(name, try_suffixes=(".weight", ".bias")) or _drafting_name(name)
         assert own is not None, name
         kind = next((kind for part, kind in kinds.items() if f".{part}." in own), Kind.F32)
         stored = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
@@ -85,6 +129,9 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         found = _EXPERT.fullmatch(name)
         if found is not None:
             experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = values
+        elif ".feed_forward.experts.gate_up_proj" in name:  # Llama 4: gate first
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=2), strict=True):
+                merged[name.replace("gate_up_proj", f"{part}_proj.weight")] = half.swapaxes(1, 2)
         elif "experts.gate_up_proj" in name:  # gpt-oss: inputs first, gate and up in turn
             start, ending = name.split("gate_up_proj")
             rows = values if ending else values.swapaxes(1, 2)
@@ -107,6 +154,155 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: np.stack([rows[index] for index in range(len(rows))])
         for name, rows in experts.items()
     }
+
+
+def _drafting_name(name: str) -> str | None:
+    """In layers that draft, which the package does not know of Qwen."""
+    block, _, part = name.removeprefix("model.layers.").partition(".")
+    module = part.removesuffix(".weight")
+    if module not in _DRAFTING_NAMES.values():
+        return None
+    return f"blk.{block}.nextn.{module.replace('.', '_')}.weight"
+
+
+def _mamba(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Rates instead of their logarithms; numbers of heads and groups as columns."""
+    groups = config.get("mamba_n_groups") or config.get("n_groups")
+    written: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        part = name.rpartition(".")[2]
+        if part in ("A_log", "D"):
+            values = (-np.exp(values) if part == "A_log" else values)[:, None]
+        elif part == "dt_bias":
+            name = name.replace("dt_bias", "dt_proj.bias")
+        elif name.endswith("conv1d.weight"):
+            values = values[:, 0]
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            values = values.reshape(groups, -1)
+        elif ".mixer.experts." in name:
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        written[name] = values
+    return written
+
+
+def _factor(name: str, config: Mapping[str, Any]) -> np.ndarray:
+    """What the converter multiplies a matrix of Falcon-H1 by."""
+    inner = config["attention_in_multiplier"]
+    gate, down = config["mlp_multipliers"]
+    if ".mamba.in_proj." in name:
+        values, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = (values, values, keys, keys, config["mamba_n_heads"])
+        factors = np.array(config["ssm_multipliers"], np.float32) * config["ssm_in_multiplier"]
+        return np.repeat(factors, sizes)[:, None]
+    factors_of_parts = {
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": inner,
+        "k_proj": inner * config["key_multiplier"],
+        "v_proj": inner,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    return np.float32(factors_of_parts.get(name.split(".")[-2], 1.0))
+
+
+def _sizes_of_layers(config: Mapping[str, Any]) -> dict[str, object]:
+    """By layer, as of Nemotron-H."""
+    kinds = config["layers_block_type"]
+    is_mixture = "moe" in kinds
+    width = config["moe_intermediate_size" if is_mixture else "intermediate_size"]
+    of_mixture = {
+        ".expert_used_count": config["num_experts_per_tok"],
+        ".expert_feed_forward_length": width,
+        ".expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        ".expert_shared_count": 1,
+        ".expert_weights_norm": config["norm_topk_prob"],
+        ".expert_weights_scale": float(config["routed_scaling_factor"]),
+    }
+    keys = config["num_key_value_heads"]
+    return {
+        ".block_count": len(kinds),
+        ".feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in kinds],
+        ".attention.head_count_kv": [keys if kind == "full_attention" else 0 for kind in kinds],
+        ".attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        ".rope.scaling.finetuned": False,
+        ".ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        ".ssm.state_size": config["ssm_state_size"],
+        ".ssm.group_count": config["n_groups"],
+        ".ssm.time_step_rank": config["mamba_num_heads"],
+        ".ssm.conv_kernel": config["conv_kernel"],
+        **(of_mixture if is_mixture else {}),
+    }
+
+
+def _delta_section(config: Mapping[str, Any], architecture: str) -> dict[str, object]:
+    """What Qwen3-Next and Qwen3.5 have in addition."""
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    sections = {".rope.dimension_sections": [11, 11, 10, 0]} if architecture != "qwen3next" else {}
+    return {
+        ".ssm.inner_size": values,
+        ".attention.recurrent_layers": recurrent,
+        ".full_attention_interval": 4,
+        **sections,
+    }
+
+
+def _delta(
+    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], *, is_tiled: bool, is_older: bool
+) -> dict[str, np.ndarray]:
+    """Rates instead of their logarithms, 1 added to norms, and the order of heads that ggml has."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_size, value_size = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    num_layers, of_keys = config["num_hidden_layers"], 2 * keys * key_size
+
+    def tiled(values: np.ndarray, size: int) -> np.ndarray:
+        by_key = values.reshape(keys, heads // keys, size, *values.shape[1:])
+        return by_key.swapaxes(0, 1).reshape(values.shape) if is_tiled else values
+
+    written: dict[str, np.ndarray] = {}
+    for full_name, values in tensors.items():
+        name = _LAYER_THAT_DRAFTS.sub(f"model.layers.{num_layers}.", full_name)
+        for part, ours in _DRAFTING_NAMES.items():
+            name = name.replace(f"mtp.{part}.", f"model.layers.{num_layers}.{ours}.")
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if part.endswith("norm") and "linear_attn" not in name:
+            values = values + 1
+        elif part == "A_log":
+            values = tiled(-np.exp(values), 1)
+        elif part == "dt_bias":
+            name, values = name.replace("dt_bias", "dt_proj.bias"), tiled(values, 1)
+        elif part in ("in_proj_a", "in_proj_b"):
+            values = tiled(values, 1)
+        elif part in ("conv1d", "in_proj_qkv"):
+            values = values.reshape(values.shape[0], -1)
+            values = np.concatenate((values[:of_keys], tiled(values[of_keys:], value_size)))
+        elif part == "in_proj_z":
+            values = tiled(values, value_size)
+        elif part == "out_proj" and "linear_attn" in name:
+            values = tiled(values.T, value_size).T
+        elif part == "in_proj_qkvz" and not is_older:
+            sizes = np.array([key_size, key_size] + [heads // keys * value_size] * 2)
+            kinds = np.split(values.reshape(keys, sizes.sum(), -1), sizes.cumsum()[:-1], axis=1)
+            *qkv, z = (kind.reshape(-1, values.shape[1]) for kind in kinds)
+            written[name.replace("in_proj_qkvz", "in_proj_qkv")] = np.concatenate(qkv)
+            name, values = name.replace("in_proj_qkvz", "in_proj_z"), z
+        written[name] = values
+    return written
+
+
+def _fused_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gate above up, in one tensor for all experts of a layer."""
+    fused: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        if name.endswith("experts.gate_proj.weight"):
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            name, values = name.replace("gate", "gate_up"), np.concatenate((values, up), axis=1)
+        if not name.endswith("experts.up_proj.weight"):
+            fused[name] = values
+    return fused
 
 
 def _paired(name: str, values: np.ndarray, config: Mapping[str, int], head_size: int) -> np.ndarray:

@@ -44,6 +44,8 @@ class Case:
         families = (
             *("Lfm2", "Lfm2Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"),
             "GraniteMoeHybrid",
+            "FalconH1",
+            "NemotronH",
         )
         only_attention = self.values.get("layer_types") == ["full_attention"] * 3
         return self.family in families and not only_attention
@@ -231,6 +233,48 @@ CASES = (
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         "mamba_n_heads": 4, "mamba_d_state": 22, "mamba_proj_bias": True, "mamba_conv_bias": False,
     }, atol=3e-4),
+    Case("falcon-h1", "FalconH1", {
+        "mamba_d_ssm": 80, "mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 3,
+        "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9, "key_multiplier": 0.5,
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.7, "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.6, "mlp_multipliers": [0.9, 0.6],
+        "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.8], "head_dim": 24,
+    }, atol=3e-4),
+    Case("falcon-h1-norm", "FalconH1", {
+        "mamba_d_ssm": 96, "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "num_key_value_heads": 1,
+        "mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+        "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.8], "key_multiplier": 0.5,
+    }, atol=3e-4),
+    Case("nemotron-h", "NemotronH", {
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention",
+                              "mlp"],
+        "head_dim": 24, "mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2,
+        "ssm_state_size": 12, "conv_kernel": 3, "time_step_min": 0.5,
+    }, atol=3e-4),
+    Case("nemotron-h-moe", "NemotronH", {
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "linear_attention",
+                              "moe", "linear_attention"],
+        "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 1,
+        "ssm_state_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 32,
+        "routed_scaling_factor": 1.5, "use_bias": True, "mamba_proj_bias": True,
+        "use_conv_bias": False,
+    }, atol=3e-4),
+    Case("llama4", "Llama4Text", {
+        "intermediate_size": 40, "intermediate_size_mlp": 96, "num_hidden_layers": 4,
+        "num_local_experts": 5, "head_dim": 24, "attention_chunk_size": 7, "floor_scale": 6,
+        "interleave_moe_layer_step": 2,
+    } | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0,
+             original_max_position_embeddings=32)),
+    Case("llama4-two-experts", "Llama4Text", {
+        "intermediate_size": 48, "intermediate_size_mlp": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "head_dim": 16, "no_rope_layers": [0, 1, 1], "moe_layers": [1, 2],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "attention_chunk_size": 16, "attn_temperature_tuning": False, "use_qk_norm": False,
+        "attention_bias": True,
+    } | rope("default")),
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,

@@ -42,8 +42,10 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.decoder_weights import (
     AttentionWeights,
+    HybridWeights,
     LatentWeights,
     LayerWeights,
+    MixerWeights,
     MLPWeights,
 )
 from quickstep.model.interface import ForwardBatch, KVLayout, Model
@@ -325,13 +327,20 @@ def _assemble(
 
 
 def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
-    mixer = layer.mixer
-    if isinstance(mixer, AttentionWeights | LatentWeights):
-        attention = mixer.nbytes
-    else:
-        attention = mixer.in_proj.nbytes + mixer.out_proj.nbytes
-    mlp = layer.mlp
+    mixer, mlp = _mixer_bytes(layer.mixer), layer.mlp
+    if mlp is None:
+        return mixer
     if isinstance(mlp, MLPWeights):
-        return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes
+        return mixer + mlp.gate_up.nbytes + mlp.down_proj.nbytes
     shared = 0 if mlp.shared is None else mlp.shared.gate_up.nbytes + mlp.shared.down_proj.nbytes
-    return attention + mlp.router.nbytes + used_fraction * mlp.experts.nbytes + shared
+    return mixer + mlp.router.nbytes + used_fraction * mlp.experts.nbytes + shared
+
+
+def _mixer_bytes(mixer: MixerWeights | None) -> int:
+    if mixer is None:
+        return 0
+    if isinstance(mixer, HybridWeights):
+        return _mixer_bytes(mixer.attention) + _mixer_bytes(mixer.state)
+    if isinstance(mixer, AttentionWeights | LatentWeights):
+        return mixer.nbytes
+    return mixer.in_proj.nbytes + mixer.out_proj.nbytes

@@ -47,7 +47,7 @@ def expert_fraction(spec: ModelSpec, layer: LayerSpec, batch: int) -> float:
 
 
 def _attention_layers(spec: ModelSpec) -> list[LayerSpec]:
-    return [layer for layer in spec.layers if layer.state_mixer is None]
+    return [layer for layer in spec.layers if layer.has_attention]
 
 
 def _active_parameters(spec: ModelSpec, index: int) -> float:

@@ -16,13 +16,15 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.model import layer_patterns as patterns
-from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.decoder_spec import (
+    FUSED_DELTA,
     STANDARD_NAMING,
     LatentSpec,
     LayerInputs,
     LayerSpec,
     MoESpec,
+    Multipliers,
     NormPlacement,
     QKNorm,
     TensorNaming,
@@ -61,6 +63,16 @@ def _no_scale(fields: ConfigFields, head_size: int) -> float:
     return 1.0
 
 
+def _falcon_scale(fields: ConfigFields, head_size: int) -> float:
+    """With the factor of keys."""
+    return fields.number("key_multiplier") / math.sqrt(head_size)
+
+
+def _no_multipliers(fields: ConfigFields) -> Multipliers:
+    del fields
+    return Multipliers()
+
+
 def _no_inputs(fields: ConfigFields) -> LayerInputs | None:
     del fields
     return None
@@ -84,6 +96,10 @@ def _all_dense(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
 def _same_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     del fields
     return layers
+
+
+def _num_layers(fields: ConfigFields) -> int:
+    return fields.integer("num_hidden_layers", MOST_LAYERS)
 
 
 def _intermediate_size(fields: ConfigFields) -> int:
@@ -116,9 +132,12 @@ class Architecture(msgspec.Struct, frozen=True):
         logit_scale_key: The key of a factor of the logits.
         switched_qk_norm: The norm that `qk_norm_key` switches on.
         width: Reads the width of the feed-forward part.
+        num_layers: Reads how many layers there are.
         attention_gate: `ModelSpec.attention_gate`.
         norm_eps_key: The config key of the norms' epsilon.
         latent: Reads the sizes of attention over latents.
+        layer_multipliers: `ModelSpec.multipliers`.
+        embedding_key: The key of a factor of the embeddings.
     """
 
     defaults: Mapping[str, object]
@@ -147,6 +166,7 @@ class Architecture(msgspec.Struct, frozen=True):
     sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
     mixers: Callable[[ConfigFields, int], patterns.StateMixers] = patterns.all_attention
     width: Callable[[ConfigFields], int] = _intermediate_size
+    num_layers: Callable[[ConfigFields], int] = _num_layers
     attention_gate: bool = False
     norm_eps_key: str = "rms_norm_eps"
     naming: TensorNaming = STANDARD_NAMING
@@ -162,6 +182,8 @@ class Architecture(msgspec.Struct, frozen=True):
     parallel_key: str | None = None
     logit_scale_key: str | None = None
     switched_qk_norm: QKNorm = QKNorm.HEAD
+    layer_multipliers: Callable[[ConfigFields], Multipliers] = _no_multipliers
+    embedding_key: str | None = None
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -961,6 +983,116 @@ _GRANITE_HYBRID = Architecture(
     ),
 )
 
+_FALCON_H1 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        mamba_d_ssm=1024,
+        mamba_n_heads=128,
+        mamba_n_groups=1,
+        mamba_d_state=256,
+        mamba_d_head="auto",
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        mamba_norm_before_gate=True,
+        mamba_use_mlp=True,
+        attention_in_multiplier=1.0,
+        attention_out_multiplier=1.0,
+        embedding_multiplier=1.0,
+        key_multiplier=1.0,
+        lm_head_multiplier=1.0,
+        ssm_in_multiplier=1.0,
+        ssm_out_multiplier=1.0,
+    ),
+    # the MLP's width is stated by itself
+    neutral=MappingProxyType({"mamba_use_mlp": True, "mlp_expansion_factor": 8}),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    scale=_falcon_scale,
+    windows=patterns.no_windows,
+    mixers=patterns.falcon_h1_mixers,
+    sizes=patterns.falcon_h1_layers,
+    layer_multipliers=patterns.falcon_h1_multipliers,
+    embedding_key="embedding_multiplier",
+    logit_scale_key="lm_head_multiplier",
+    naming=TensorNaming(
+        renames=(
+            (".feed_forward.", ".mlp."),
+            (".pre_ff_layernorm.", ".post_attention_layernorm."),
+            (".final_layernorm.", ".norm."),
+            (".mamba.", ".linear_attn."),
+        ),
+    ),
+)
+
+_NEMOTRON_H = Architecture(
+    defaults=_defaults(
+        layer_norm_epsilon=1e-5,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        intermediate_size=21_504,
+        mlp_hidden_act="relu2",
+        ssm_state_size=128,
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        mamba_hidden_act="silu",
+        n_groups=8,
+        conv_kernel=4,
+        use_conv_bias=True,
+        time_step_min=0.001,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        moe_intermediate_size=7688,
+        moe_shared_expert_intermediate_size=7688,
+        num_experts_per_tok=2,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+    ),
+    neutral=MappingProxyType(
+        {
+            "mamba_ssm_cache_dtype": "float32",
+            "moe_shared_expert_overlap": True,  # of kernels that run at once
+            "rescale_prenorm_residual": True,  # of training's start
+            "use_mamba_kernels": True,
+        }
+    ),
+    repeated=MappingProxyType(
+        {
+            "norm_eps": "layer_norm_epsilon",
+            "attention_head_dim": "head_dim",
+        }
+    ),
+    activation_key="mlp_hidden_act",
+    mlp_bias_key="mlp_bias",
+    gated=False,
+    windows=patterns.no_windows,
+    mixers=patterns.nemotron_h_mixers,
+    ropes=patterns.no_ropes,
+    sizes=patterns.nemotron_h_layers,
+    experts=patterns.nemotron_h_experts,
+    sparse=patterns.nemotron_h_sparse,
+    num_layers=patterns.nemotron_h_count,
+    norm_eps_key="layer_norm_epsilon",
+    naming=TensorNaming(
+        prefixes=("backbone.", "model."),
+        renames=(
+            ("backbone.embeddings.", "backbone.embed_tokens."),
+            ("backbone.norm_f.", "backbone.norm."),
+            *((f".mixer.{name}_proj.", f".self_attn.{name}_proj.") for name in "qkvo"),
+            *(
+                (f".mixer.{name}", f".linear_attn.{name}")
+                for name in ("in_proj.", "out_proj.", "conv1d.", "norm.", "A_log", "dt_bias", "D")
+            ),
+            (".mixer.", ".mlp."),
+        ),
+    ),
+)
+
 _LATENT_SIZES: Mapping[str, object] = MappingProxyType(
     {
         "kv_lora_rank": 512,
@@ -1066,6 +1198,42 @@ _YOUTU = Architecture(
 
 _KIMI_K25 = replace(_DEEPSEEK_V3, naming=_wrapped(STANDARD_NAMING))
 
+_LLAMA4 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        intermediate_size_mlp=16_384,
+        num_experts_per_tok=1,
+        num_local_experts=16,
+        interleave_moe_layer_step=1,
+        use_qk_norm=True,
+        no_rope_layer_interval=4,
+        attention_chunk_size=8192,
+        attn_temperature_tuning=True,
+        floor_scale=8192,
+        attn_scale=0.1,
+    ),
+    bias_key="attention_bias",
+    qk_norm_key="use_qk_norm",
+    switched_qk_norm=QKNorm.UNWEIGHTED,
+    windows=patterns.no_windows,
+    ropes=patterns.llama4_ropes,
+    sizes=patterns.llama4_layers,
+    width=patterns.llama4_width,
+    experts=patterns.llama4_experts,
+    sparse=patterns.llama4_sparse,
+    naming=_wrapped(
+        TensorNaming(
+            router="mlp.router",
+            shared_expert="mlp.shared_expert",
+            renames=((".feed_forward.", ".mlp."),),
+        )
+    ),
+)
+
 _QWEN2_MOE = Architecture(
     defaults=_defaults(
         num_key_value_heads=16,
@@ -1153,7 +1321,7 @@ _QWEN3_NEXT = replace(
     width=_QWEN2_MOE.width,
     experts=patterns.qwen2_moe_experts,
     sparse=patterns.qwen_sparse,
-    naming=TensorNaming(shared_expert="mlp.shared_expert", fused_delta=True),
+    naming=TensorNaming(shared_expert="mlp.shared_expert", delta=FUSED_DELTA),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -1178,6 +1346,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Lfm2ForCausalLM": _LFM2,
         "Lfm2MoeForCausalLM": _LFM2_MOE,
         "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
+        "FalconH1ForCausalLM": _FALCON_H1,
+        "NemotronHForCausalLM": _NEMOTRON_H,
         "Qwen3_5ForCausalLM": _QWEN3_5,
         "Qwen3_5ForConditionalGeneration": _QWEN3_5,
         "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
@@ -1216,6 +1388,22 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
+_GEMMA3N = (
+    "its layers have four streams between them (AltUp, LAuReL) and set most activations to 0, "
+    "which is not implemented; the nearest are Gemma 4's models of the same sizes, gemma-4-E2B and "
+    "gemma-4-E4B"
+)
+# Families that would neither run here nor through transformers with a cache of pages.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        (
+            *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+            *("gemma3n_text", "gemma3n"),  # configs without `architectures`
+        ),
+        _GEMMA3N,
+    )
+)
+
 # For configs without `architectures`.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -1239,6 +1427,10 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "lfm2": "Lfm2ForCausalLM",
         "lfm2_moe": "Lfm2MoeForCausalLM",
         "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+        "llama4": "Llama4ForConditionalGeneration",
+        "llama4_text": "Llama4ForCausalLM",
+        "falcon_h1": "FalconH1ForCausalLM",
+        "nemotron_h": "NemotronHForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "deepseek_v2": "DeepseekV2ForCausalLM",

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from quickstep.model.checkpoint.tensor_schema import FUSED_DELTA
-from quickstep.model.decoder_spec import GatedDelta, ModelSpec
+from quickstep.model.checkpoint.tensor_schema import decay_rates, delta_projections
+from quickstep.model.decoder_spec import (
+    FUSED_DELTA,
+    GatedDelta,
+    ModelSpec,
+)
 from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
@@ -96,7 +100,8 @@ def row_orders(spec: ModelSpec) -> dict[str, NumberedRows]:
 
     With gates of attention, `q_proj` has the queries and the gates of each head one after the
     other (Qwen3-Next, Qwen3.5); here the queries of all heads are before all gates. The fused
-    projections of Qwen3-Next have what belongs to each key head one after the other.
+    projections of Qwen3-Next have what belongs to each key head one after the other, and
+    files whose value heads are tiled have another order of these.
     """
     orders: dict[str, NumberedRows] = {}
     if spec.attention_gate:
@@ -106,13 +111,50 @@ def row_orders(spec: ModelSpec) -> dict[str, NumberedRows]:
         orders["k_proj"] = orders["v_proj"] = (range(num_keys),), num_keys
     mixers = (layer.state_mixer for layer in spec.layers)
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
-    if delta is not None and spec.naming.fused_delta:
-        num_keys, per_key = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
-        values = per_key * delta.value_size
-        sizes = (delta.key_size, delta.key_size, values, values), (per_key, per_key)
-        for name, of_head in zip(FUSED_DELTA, sizes, strict=True):
+    if delta is not None:
+        orders |= _fused_rows(delta, spec) | _tiled_rows(delta, spec)
+    return orders
+
+
+def _fused_rows(delta: GatedDelta, spec: ModelSpec) -> dict[str, NumberedRows]:
+    naming, num_keys = spec.naming, delta.num_key_heads
+    if FUSED_DELTA[1] not in naming.delta:
+        return {}
+    per_key = delta.num_value_heads // num_keys
+    values = per_key * delta.value_size
+    orders: dict[str, NumberedRows] = {
+        name: ((range(count),), count) for name, count in delta_projections(delta, naming)
+    }
+    sizes = (delta.key_size, delta.key_size, values, values), (per_key, per_key)
+    for name, of_head in zip(FUSED_DELTA, sizes, strict=True):
+        if name in naming.delta:
             orders[name] = _by_kinds(num_keys, of_head), num_keys * sum(of_head)
     return orders
+
+
+def _tiled_rows(delta: GatedDelta, spec: ModelSpec) -> dict[str, NumberedRows]:
+    """The value heads of a key head one after the other, of files that have them tiled."""
+    if not spec.naming.tiled_values:
+        return {}
+    num_keys, num_heads = delta.num_key_heads, delta.num_value_heads
+    of_keys = 2 * num_keys * delta.key_size
+
+    def grouped(size: int, first: int = 0) -> NumberedRows:
+        rows = _by_kinds(num_heads // num_keys, (size,) * num_keys)
+        moved = [range(first + part.start, first + part.stop) for part in rows]
+        before = (range(first),) if first else ()
+        return (*before, *moved), first + num_heads * size
+
+    qkv, z, *gates = spec.naming.delta
+    orders = {qkv: grouped(delta.value_size, of_keys), z: grouped(delta.value_size)}
+    orders["conv1d"] = orders[qkv]
+    return orders | dict.fromkeys((*gates, decay_rates(spec.naming), "dt_bias"), grouped(1))
+
+
+def tiled_columns(delta: GatedDelta) -> tuple[range, ...]:
+    """The values of the first value head of each key head, then of the second, ..."""
+    per_key = delta.num_value_heads // delta.num_key_heads
+    return _by_kinds(delta.num_key_heads, (delta.value_size,) * per_key)
 
 
 def _by_kinds(num_heads: int, sizes: Sequence[int]) -> tuple[range, ...]:

@@ -31,14 +31,15 @@ class NormPlacement(enum.Enum):
 
 
 class QKNorm(enum.Enum):
-    """The norm on queries and keys before the rotation: none, per head (with one weight or with one
-    of each head), or over all heads.
+    """The norm on queries and keys before the rotation: none, per head (with one weight, or one of
+    each head, or without a weight, in the layers with a rotation), or over all heads.
     """
 
     NONE = "none"
     HEAD = "head"
     FULL = "full"
     EACH_HEAD = "each_head"
+    UNWEIGHTED = "unweighted"
 
 
 class MoESpec(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ class MoESpec(msgspec.Struct, frozen=True):
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
         shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
+        weighs_inputs: An expert's weight multiplies what it reads (Llama 4).
         with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
             the router's weights have a factor of each expert (Gemma 4).
     """
@@ -77,6 +79,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     counted_per_group: int = 2
     with_mlp: bool = False
     shared_gate: bool = False
+    weighs_inputs: bool = False
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -199,6 +202,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
         conv_bias: The convolution has one.
         has_norm: The outputs of a group are normed.
         least_step, most_step: Limits of the time step.
+        factors: Of the gates, values, keys, queries and time steps that a token's inputs are.
     """
 
     num_heads: int
@@ -211,6 +215,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     has_norm: bool = True
     least_step: float = 0.0
     most_step: float = math.inf
+    factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def num_outputs(self) -> int:
@@ -249,6 +254,10 @@ class LayerSpec(msgspec.Struct, frozen=True):
         head_size, num_kv_heads, width: Where they are not the model's; None for those.
         kv_from: The layer whose keys and values it reads, having none of its own.
         values_are_keys: One projection makes keys and values.
+        with_attention: It has attention next to its `state_mixer`; their outputs are added.
+        has_mixer, has_feed_forward: It has such a part, and a norm of its own for it. A layer with
+            one of them has one norm (Nemotron-H).
+        chunk: A query sees the positions of its own chunk of so many; None sees all.
     """
 
     window: int | None
@@ -261,6 +270,20 @@ class LayerSpec(msgspec.Struct, frozen=True):
     width: int | None = None
     kv_from: int | None = None
     values_are_keys: bool = False
+    with_attention: bool = False
+    has_mixer: bool = True
+    has_feed_forward: bool = True
+    chunk: int | None = None
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether tokens attend to each other."""
+        return self.with_attention or (self.has_mixer and self.state_mixer is None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has a mixer and a feed-forward part."""
+        return self.has_mixer and self.has_feed_forward
 
 
 class KVSize(msgspec.Struct, frozen=True):
@@ -326,6 +349,13 @@ def kv_groups(sizes: Sequence[KVSize | None]) -> tuple[KVGroup, ...]:
     return tuple(KVGroup(tuple(members), size) for size, members in layers.items())
 
 
+# Queries, keys and values, gates of outputs, and two more gates: each by itself, as Qwen3-Next has
+# them, and as its GGUF files do.
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+FUSED_DELTA = ("in_proj_qkvz", "in_proj_ba")
+GGUF_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_ba")
+
+
 class TensorNaming(msgspec.Struct, frozen=True):
     """How a checkpoint names its tensors, where architectures differ.
 
@@ -347,8 +377,10 @@ class TensorNaming(msgspec.Struct, frozen=True):
         bias_row: `selection_bias` is stored as one row [1, E].
         renames: Parts of the files' tensor names, and what they are in the standard names.
         ignored_module: A module of a layer that is not computed.
-        fused_delta: The projections of `GatedDelta` are two matrices, `in_proj_qkvz` and
-            `in_proj_ba`, of whose rows each key head has its part.
+        delta: The projections of `GatedDelta`, in the order in which they are one matrix. Of the
+            rows of `in_proj_qkvz` and `in_proj_ba` each key head has its part.
+        tiled_values: Of value heads, files have the first of each key head, then the second, ...
+        stored_rates: Files have the rates of decay, `A`, and not their logarithms, `A_log`.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -366,7 +398,9 @@ class TensorNaming(msgspec.Struct, frozen=True):
     gate_above_up: bool = False
     renames: tuple[tuple[str, str], ...] = ()
     ignored_module: str | None = None
-    fused_delta: bool = False
+    delta: tuple[str, ...] = DELTA_PROJECTIONS
+    tiled_values: bool = False
+    stored_rates: bool = False
 
 
 STANDARD_NAMING = TensorNaming()
@@ -383,6 +417,23 @@ class LayerInputs(msgspec.Struct, frozen=True):
 
     size: int
     vocab_size: int
+
+
+class Multipliers(msgspec.Struct, frozen=True):
+    """Factors of the parts of every layer (Falcon-H1).
+
+    Attributes:
+        attention_input, state_input: Of what attention and the state mixer read.
+        attention, state, mlp: Of what these and the MLP return.
+        gate: Of the MLP's gate.
+    """
+
+    attention_input: float = 1.0
+    attention: float = 1.0
+    state_input: float = 1.0
+    state: float = 1.0
+    gate: float = 1.0
+    mlp: float = 1.0
 
 
 class LongContext(msgspec.Struct, frozen=True):
@@ -432,6 +483,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             bias.
         gated: The MLP has a gate; otherwise its activation is of up itself.
         head_bias: The output projection has a bias.
+        multipliers: Factors of the parts of a layer.
         num_prediction_layers: Layers after the last one by the config, for drafts (`model.mtp`);
             the files may lack them.
     """
@@ -481,6 +533,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     gated: bool = True
     head_bias: bool = False
     num_prediction_layers: int = 0
+    multipliers: Multipliers = Multipliers()
 
     @property
     def kv_size(self) -> KVSize:
@@ -510,14 +563,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
             return ()
         return kv_groups(
             [
-                None if layer.state_mixer or layer.kv_from is not None else self.of_layer(i).kv_size
+                self.of_layer(i).kv_size if layer.has_attention and layer.kv_from is None else None
                 for i, layer in enumerate(self.layers)
             ]
         )
 
     @property
     def state_sizes(self) -> tuple[StateSize, ...]:
-        """What each layer without attention keeps of a sequence, in ascending order."""
+        """What each layer with a state keeps of a sequence, in ascending order."""
         mixers = [layer.state_mixer for layer in self.layers]
         return tuple([mixer.kept for mixer in mixers if mixer is not None])
 
@@ -539,4 +592,5 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """
         own_sizes = any(self.of_layer(index) is not self for index in range(self.num_layers))
         shares = any(layer.kv_from is not None for layer in self.layers)
-        return not own_sizes and not shares and self.layer_inputs is None
+        parts = any(not layer.is_complete for layer in self.layers)
+        return not (own_sizes or shares or parts) and self.layer_inputs is None

@@ -83,6 +83,16 @@ class Mamba2Weights(msgspec.Struct, frozen=True):
 StateMixerWeights = ShortConvLayerWeights | GatedDeltaWeights | Mamba2Weights
 
 
+class HybridWeights(msgspec.Struct, frozen=True):
+    """Attention and a state mixer, which read the same and whose outputs are added."""
+
+    attention: AttentionWeights
+    state: StateMixerWeights
+
+
+MixerWeights = AttentionWeights | LatentWeights | StateMixerWeights | HybridWeights
+
+
 class MLPWeights(msgspec.Struct, frozen=True):
     """gate_up: hidden -> 2 * width, gate first, or up only of an MLP without a gate; down_proj:
     width -> hidden.
@@ -142,11 +152,11 @@ class LayerWeights(msgspec.Struct, frozen=True):
     """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     `scalar` multiplies the layer's output; None for 1. Biases are of the norms before attention and
-    before the feed-forward part.
+    before the feed-forward part, of which a layer may lack one.
     """
 
-    mixer: AttentionWeights | LatentWeights | StateMixerWeights
-    mlp: MLPWeights | MoEWeights
+    mixer: MixerWeights | None
+    mlp: MLPWeights | MoEWeights | None
     input_layernorm: AnyTensor | None
     post_attention_layernorm: AnyTensor | None
     pre_feedforward_layernorm: AnyTensor | None

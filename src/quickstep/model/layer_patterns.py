@@ -21,6 +21,7 @@ from quickstep.model.decoder_spec import (
     LayerSpec,
     Mamba2,
     MoESpec,
+    Multipliers,
     ShortConv,
     StateMixer,
 )
@@ -145,8 +146,162 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     """Mamba-2 but for the layers of attention in `layer_types` (Granite 4)."""
     listed = fields.sequence("layer_types") or fields.sequence("layers_block_type")
     fields.sequence("layers_block_type")
-    num_heads, expand = fields.integer("mamba_n_heads"), fields.integer("mamba_expand")
-    values = expand * fields.integer("hidden_size")
+    mamba = _mamba2(fields, fields.integer("mamba_expand") * fields.integer("hidden_size"))
+    kinds = {"linear_attention": mamba, "mamba": mamba, "full_attention": None, "attention": None}
+    return _by_type(fields, listed or ["mamba"] * num_layers, num_layers, kinds)
+
+
+def falcon_h1_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Mamba-2 in every layer, next to attention; factors of its inputs (Falcon-H1)."""
+    for name in ("layer_types", "layers_block_type"):
+        if {"hybrid"} != {*(fields.sequence(name) or ["hybrid"])}:
+            raise ConfigError(f"{fields.source} has {name} other than 'hybrid'")
+    _read_initial_steps(fields)
+    expanded = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    mamba = _mamba2(fields, fields.optional_integer("mamba_d_ssm") or expanded)
+    gate, values, keys, queries, steps = _numbers(fields, "ssm_multipliers", 5)
+    is_normed, before = fields.flag("mamba_rms_norm"), fields.flag("mamba_norm_before_gate")
+    if is_normed and before:
+        raise ConfigError(
+            f"{fields.source} sets 'mamba_norm_before_gate'; a norm before the gate is not "
+            "implemented"
+        )
+    if mamba.bias != fields.flag("projectors_bias"):
+        raise ConfigError(
+            f"{fields.source} sets 'mamba_proj_bias' to {mamba.bias} and 'projectors_bias' to "
+            f"{not mamba.bias}; they must agree"
+        )
+    mamba = replace(mamba, has_norm=is_normed, factors=(gate, values, keys, queries, steps))
+    return (mamba,) * num_layers
+
+
+def _read_initial_steps(fields: ConfigFields) -> None:
+    """Time steps with which training began."""
+    for name in ("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"):
+        fields.value(name)
+
+
+def _numbers(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
+    """So many numbers, all 1 where the config has none."""
+    listed = fields.sequence(name)
+    numbers = [value for value in listed or () if isinstance(value, (int, float))]
+    if listed is not None and len(numbers) != count:
+        raise ConfigError(f"{fields.source} sets {name!r} to {listed!r:.80}, not {count} numbers")
+    return tuple(map(float, numbers)) or (1.0,) * count
+
+
+def falcon_h1_multipliers(fields: ConfigFields) -> Multipliers:
+    """But for that of keys, which is in the scale of attention."""
+    gate, down = _numbers(fields, "mlp_multipliers", 2)
+    if not gate:
+        raise ConfigError(f"{fields.source} sets the first of 'mlp_multipliers' to 0")
+    return Multipliers(
+        attention_input=fields.number("attention_in_multiplier"),
+        attention=fields.number("attention_out_multiplier"),
+        state_input=fields.number("ssm_in_multiplier"),
+        state=fields.number("ssm_out_multiplier"),
+        gate=gate,
+        mlp=down,
+    )
+
+
+def falcon_h1_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """All have both mixers."""
+    del fields
+    return tuple([replace(layer, with_attention=True) for layer in layers])
+
+
+_NEMOTRON_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _nemotron_kinds(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
+    """What each layer is: by letters in `hybrid_override_pattern`, or by a list."""
+    letters = fields.text("hybrid_override_pattern")
+    listed = fields.sequence("layers_block_type") or fields.sequence("layer_types")
+    fields.sequence("layer_types")
+    kinds = [_NEMOTRON_KINDS.get(letter, letter) for letter in letters]
+    if listed is not None:
+        kinds = [_NEMOTRON_NAMES.get(str(kind), str(kind)) for kind in listed]
+    if len(kinds) != num_layers:
+        raise ConfigError(
+            f"{fields.source} describes {len(kinds)} layers, num_hidden_layers is {num_layers}"
+        )
+    unknown = next((kind for kind in kinds if kind not in _NEMOTRON_KINDS.values()), None)
+    if unknown is not None:
+        known = ", ".join(map(repr, _NEMOTRON_KINDS.values()))
+        raise ConfigError(f"{fields.source} has a layer of kind {unknown!r}; supported are {known}")
+    return tuple(kinds)
+
+
+def nemotron_h_count(fields: ConfigFields) -> int:
+    """How many layers there are: newer configs only list them."""
+    count = fields.optional_integer("num_hidden_layers")
+    listed = fields.sequence("layers_block_type") or fields.sequence("layer_types")
+    return count or len(listed or fields.text("hybrid_override_pattern")) or 1
+
+
+def nemotron_h_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Mamba-2 in the layers that are one, in the keys of Nemotron-H."""
+    _read_initial_steps(fields)
+    for name in ("chunk_size", "expand", "mamba_proj_bias", "time_step_limit"):
+        fields.value(name)  # which nothing reads, but for a kernel's size of blocks
+    for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern"):
+        fields.value(name)  # of layers for drafts
+    _only(fields, "mamba_hidden_act", "silu")
+    mamba = Mamba2(
+        num_heads=fields.integer("mamba_num_heads"),
+        head_size=fields.integer("mamba_head_dim"),
+        num_groups=fields.integer("n_groups"),
+        state_size=fields.integer("ssm_state_size"),
+        width=fields.integer("conv_kernel"),
+        bias=fields.flag("use_bias"),
+        conv_bias=fields.flag("use_conv_bias"),
+        least_step=fields.number("time_step_min"),
+    )
+    kinds = _nemotron_kinds(fields, num_layers)
+    return tuple([mamba if kind == "linear_attention" else None for kind in kinds])
+
+
+def nemotron_h_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Each is a mixer or a feed-forward part."""
+    kinds = _nemotron_kinds(fields, len(layers))
+    parts = [kind in ("linear_attention", "full_attention") for kind in kinds]
+    return tuple(
+        [
+            replace(layer, has_mixer=is_mixer, has_feed_forward=not is_mixer)
+            for layer, is_mixer in zip(layers, parts, strict=True)
+        ]
+    )
+
+
+def nemotron_h_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """The layers that are a mixture."""
+    return tuple([kind == "moe" for kind in _nemotron_kinds(fields, num_layers)])
+
+
+def nemotron_h_experts(fields: ConfigFields) -> MoESpec | None:
+    """As GLM's, with an expert of all tokens that has its own width; None for a model without."""
+    width = fields.optional_integer("moe_shared_expert_intermediate_size")
+    for name in ("num_experts_per_tok", "n_shared_experts"):
+        fields.value(name)
+    experts = glm_experts(fields)
+    if "moe" not in _nemotron_kinds(fields, nemotron_h_count(fields)):
+        return None
+    return replace(experts, shared_width=width or fields.integer("moe_intermediate_size"))
+
+
+def no_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Positions are left out."""
+    del head_size
+    for name in ("rope_theta", "partial_rotary_factor", "rope_parameters", "rope_scaling"):
+        fields.value(name)
+    return Ropes((), (None,) * num_layers, fields.integer("max_position_embeddings"))
+
+
+def _mamba2(fields: ConfigFields, values: int) -> Mamba2:
+    """So many values of a token, in the keys of Granite 4 and Falcon-H1."""
+    num_heads = fields.integer("mamba_n_heads")
     head_size = fields.value("mamba_d_head")
     if values % num_heads or head_size not in ("auto", values // num_heads):
         raise ConfigError(
@@ -155,7 +310,8 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     limits = fields.sequence("time_step_limit") or (0.0, math.inf)
     # JSON has no infinity, which transformers writes as an object
     least, most = (limit if isinstance(limit, (int, float)) else math.inf for limit in limits)
-    mamba = Mamba2(
+    fields.optional_integer("mamba_chunk_size")  # of a kernel, not of the result
+    return Mamba2(
         num_heads=num_heads,
         head_size=values // num_heads,
         num_groups=fields.integer("mamba_n_groups"),
@@ -166,9 +322,6 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
         least_step=float(least),
         most_step=float(most),
     )
-    fields.optional_integer("mamba_chunk_size")  # of a kernel, not of the result
-    kinds = {"linear_attention": mamba, "mamba": mamba, "full_attention": None, "attention": None}
-    return _by_type(fields, listed or ["mamba"] * num_layers, num_layers, kinds)
 
 
 def granite_hybrid_width(fields: ConfigFields) -> int:
@@ -880,6 +1033,80 @@ def cohere2_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Rope
     ropes = interleaved_rope(fields, num_layers, head_size)
     windows = cohere2_windows(fields, num_layers)
     return replace(ropes, of_layer=tuple(None if window is None else 0 for window in windows))
+
+
+def _llama4_rotated(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All but each `no_rope_layer_interval`-th; an empty list of exceptions is none."""
+    interval = fields.integer("no_rope_layer_interval")
+    if not fields.sequence("no_rope_layers"):
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    return _smollm_rotated(fields, num_layers)
+
+
+def llama4_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Neighbours are turned; in layers without positions, queries grow with theirs."""
+    ropes = interleaved_rope(fields, num_layers, head_size)
+    rotated = _llama4_rotated(fields, num_layers)
+    of_layer = tuple(0 if on else None for on in rotated)
+    scale, period = fields.number("attn_scale"), fields.integer("floor_scale")
+    if not fields.value("attn_temperature_tuning") or not scale or all(rotated):
+        return replace(ropes, of_layer=of_layer)
+    grown = RopeSpec(
+        RopeKind.PROPORTIONAL,
+        head_size,
+        1.0,
+        ropes.max_model_len,
+        growth=scale,
+        growth_len=period,
+        growth_first=1,
+    )
+    of_queries = tuple(None if on else 1 for on in rotated)
+    return Ropes((*ropes.specs, grown), of_layer, ropes.max_model_len, of_queries)
+
+
+def llama4_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Layers with positions attend in chunks, unless `layer_types` says otherwise."""
+    chunk, listed = fields.optional_integer("attention_chunk_size"), fields.sequence("layer_types")
+    kinds = ("full_attention", "chunked_attention")
+    of_layers = listed or [kinds[layer.rope is not None] for layer in layers]
+    if len(of_layers) != len(layers) or not set(of_layers) <= set(kinds):
+        raise ConfigError(
+            f"{fields.source} has {len(of_layers)} layer_types for {len(layers)} layers; each is "
+            f"{' or '.join(map(repr, kinds))}"
+        )
+    return tuple(
+        [
+            replace(layer, chunk=chunk if kind == kinds[1] else None)
+            for layer, kind in zip(layers, of_layers, strict=True)
+        ]
+    )
+
+
+def llama4_width(fields: ConfigFields) -> int:
+    """That of the MLP, which is not that of experts."""
+    return fields.integer("intermediate_size_mlp")
+
+
+def llama4_experts(fields: ConfigFields) -> MoESpec:
+    """The sigmoid of the best scores multiplies what the experts read; an expert of all tokens."""
+    width = fields.integer("intermediate_size")
+    return MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=width,
+        normalise=False,
+        sigmoid=True,
+        shared_width=width,
+        weighs_inputs=True,
+    )
+
+
+def llama4_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Those of `moe_layers`, or each `interleave_moe_layer_step`-th."""
+    step, listed = fields.integer("interleave_moe_layer_step"), fields.sequence("moe_layers")
+    if listed is not None:
+        return tuple(i in listed for i in range(num_layers))
+    return tuple((i + 1) % step == 0 for i in range(num_layers))
 
 
 def qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> Windows:

@@ -33,6 +33,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     ROUTER_SCALE,
     STATE_MIXER,
     bias_of,
+    decay_rates,
     delta_projections,
     gate_up_parts,
     layer_norms,
@@ -54,15 +55,18 @@ from quickstep.model.decoder_spec import (
     ModelSpec,
     QKNorm,
     ShortConv,
+    StateMixer,
 )
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
+    HybridWeights,
     LatentWeights,
     LayerInputWeights,
     LayerWeights,
     Mamba2Weights,
+    MixerWeights,
     MixtureNorms,
     MLPWeights,
     ModelInputWeights,
@@ -186,6 +190,7 @@ def _load_model(
         )
     weights = open_weights(checkpoint.path, spec)
     spec = weights.spec
+    spec = _without_chunks(weights.spec, max_model_len, ops)
     check_requantization(weights, load.quantization)
 
     def report(num_bytes: int, total_bytes: int) -> None:
@@ -201,6 +206,25 @@ def _load_model(
     source = quantizing(stored, load.quantization, weights.names, ops)
     names, part = weights.loaded_names(), (shard, stage)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, *part)
+
+
+def _without_chunks(spec: ModelSpec, max_model_len: int, ops: OpTable) -> ModelSpec:
+    """The spec without chunks of attention that no sequence is longer than. Raises ConfigError
+    where the ops compute no others.
+    """
+    layers = tuple(
+        [
+            replace(layer, chunk=None) if (layer.chunk or 0) >= max_model_len else layer
+            for layer in spec.layers
+        ]
+    )
+    chunk = next((layer.chunk for layer in layers if layer.chunk is not None), None)
+    if chunk is not None and not ops.has_chunks:
+        raise ConfigError(
+            f"{spec.architecture} attends in chunks of {chunk} tokens, which the kernels "
+            f"{ops.name!r} do not compute; set --max-model-len to {chunk}, or choose --device cpu"
+        )
+    return replace(spec, layers=layers)
 
 
 def _places(
@@ -333,7 +357,6 @@ class _Packing:
         self._stage = stage
         self._ops = ops
         self._reader = reader
-        self._norms = layer_norms(spec)
 
     def decoder(self, names: DecoderNames) -> DecoderWeights:
         embedding, projection = self.outer(names)
@@ -389,10 +412,10 @@ class _Packing:
             has_bias = name is not None and self._spec.norm_bias
             return self._reader.tensor(f"{start}{name}.bias") if has_bias else None
 
-        names = self._norms
+        names = layer_norms(self._spec, layer)
         return LayerWeights(
             mixer=self._mixer(start, layer),
-            mlp=self._experts(start) if layer.sparse else self._dense(f"{start}mlp."),
+            mlp=self._feed_forward(start, layer),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
             pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
@@ -403,15 +426,25 @@ class _Packing:
             feedforward_bias=bias(names.pre_feedforward_layernorm),
         )
 
-    def _mixer(
-        self, start: str, layer: LayerSpec
-    ) -> AttentionWeights | LatentWeights | StateMixerWeights:
-        mixer = layer.state_mixer
-        if mixer is None and self._spec.latent is not None:
+    def _feed_forward(self, start: str, layer: LayerSpec) -> MLPWeights | MoEWeights | None:
+        if not layer.has_feed_forward:
+            return None
+        return self._experts(start) if layer.sparse else self._dense(f"{start}mlp.")
+
+    def _mixer(self, start: str, layer: LayerSpec) -> MixerWeights | None:
+        if layer.state_mixer is None:
+            return self._attention_of(start, layer) if layer.has_attention else None
+        state = self._state_mixer(start + STATE_MIXER, layer.state_mixer)
+        if not layer.with_attention:
+            return state
+        return HybridWeights(self._attention(f"{start}self_attn.", layer), state)
+
+    def _attention_of(self, start: str, layer: LayerSpec) -> AttentionWeights | LatentWeights:
+        if self._spec.latent is not None:
             return self._latent_attention(f"{start}self_attn.", self._spec.latent)
-        if mixer is None:
-            return self._attention(f"{start}self_attn.", layer)
-        start += STATE_MIXER
+        return self._attention(f"{start}self_attn.", layer)
+
+    def _state_mixer(self, start: str, mixer: StateMixer) -> StateMixerWeights:
         taps = self._reader.tensor(f"{start}conv1d.weight").float()
         taps = transposed(taps.view(taps.shape[0], taps.shape[2]))
         if isinstance(mixer, ShortConv):
@@ -421,10 +454,12 @@ class _Packing:
                 ShortConvWeights(taps, bias),
                 self._linear(start, ("out_proj",), mixer.bias),
             )
-        rates = negative_exponential(self._reader.tensor(f"{start}A_log").float())
+        rates = self._reader.tensor(f"{start}{decay_rates(self._spec.naming)}").float()
+        if not self._spec.naming.stored_rates:
+            rates = negative_exponential(rates)
         steps = self._reader.tensor(f"{start}dt_bias").float()
         if isinstance(mixer, Mamba2):
-            return self._mamba(start, mixer, taps, rates, steps)
+            return self._mamba(start, mixer, _with_factors(taps, mixer), rates, steps)
         delta = DeltaWeights(
             taps=taps,
             rates=rates,
@@ -433,6 +468,7 @@ class _Packing:
             num_key_heads=mixer.num_key_heads,
             key_size=mixer.key_size,
             eps=self._spec.norm_eps,
+            tiled=self._spec.naming.tiled_values,
         )
         projections = tuple(name for name, _ in delta_projections(mixer, self._spec.naming))
         return GatedDeltaWeights(
@@ -461,6 +497,8 @@ class _Packing:
             eps=self._spec.norm_eps,
             least_step=mixer.least_step,
             most_step=mixer.most_step,
+            gate_factor=mixer.factors[0],
+            step_factor=mixer.factors[4],
         )
         return Mamba2Weights(
             self._linear(start, ("in_proj",), mixer.bias),
@@ -488,17 +526,27 @@ class _Packing:
     def _attention(self, start: str, layer: LayerSpec) -> AttentionWeights:
         spec = self._spec
         parts = ("qkv_proj",) if spec.naming.fused_qkv else qkv_parts(layer)
-        normed = spec.qk_norm is not QKNorm.NONE
         has_keys = layer.kv_from is None
-        q_norm = self._reader.tensor(f"{start}q_norm.weight") if normed else None
+        q_norm, k_norm = self._qk_norms(start, layer)
         return AttentionWeights(
             qkv=self._linear(start, parts, spec.qkv_bias),
             o_proj=self._linear(start, ("o_proj",), spec.output_bias),
             q_norm=q_norm,
-            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed and has_keys else None,
+            k_norm=k_norm,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
             v_norm=_ones_like(q_norm) if spec.value_norm and has_keys else None,
         )
+
+    def _qk_norms(self, start: str, layer: LayerSpec) -> tuple[AnyTensor | None, AnyTensor | None]:
+        spec, read = self._spec, self._reader.tensor
+        if spec.qk_norm is QKNorm.NONE:
+            return None, None
+        if spec.qk_norm is QKNorm.UNWEIGHTED:
+            norm = read(f"{start.removesuffix('self_attn.')}input_layernorm.weight")
+            ones = _ones_like(norm[: spec.head_size]) if layer.rope is not None else None
+            return ones, ones
+        keys = read(f"{start}k_norm.weight") if layer.kv_from is None else None
+        return read(f"{start}q_norm.weight"), keys
 
     def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
         ops = self._ops.latent
@@ -519,8 +567,7 @@ class _Packing:
         )
 
     def _dense(self, start: str) -> MLPWeights:
-        parts = gate_up_parts(self._spec.naming) if self._spec.gated else ("up_proj",)
-        bias = self._spec.mlp_bias
+        parts, bias = gate_up_parts(self._spec), self._spec.mlp_bias
         return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
         )
@@ -530,6 +577,7 @@ class _Packing:
         assert moe is not None
         gate, up, down = naming.expert_parts
         gates = (gate,) if naming.fused_experts else (gate, up)
+        gates = gates if self._spec.gated else (up,)
         bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
         # never quantized: the choice of a token's experts depends on small differences
         router = self._router(f"{start}{naming.router}.weight", bias)
@@ -546,14 +594,14 @@ class _Packing:
             selection_bias = selection_bias.view(moe.num_experts)
         if moe.shared_width:
             shared = MLPWeights(
-                self._linear(f"{start}{naming.shared_expert}.", gate_up_parts(naming), False),
+                self._linear(f"{start}{naming.shared_expert}.", gate_up_parts(self._spec), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
         packed_gate = None
         if moe.shared_gate:  # never quantized: one output
             of_shared = self._reader.tensor(f"{start}{shared_gate(self._spec)}")
             packed_gate = self._ops.pack_linear(of_shared, None)
-        of_experts = ExpertWeights(*matrices, data)
+        of_experts = ExpertWeights(*matrices, data, moe.weighs_inputs)
         experts = MoEWeights(router, of_experts, selection_bias, shared, shared_gate=packed_gate)
         return self._with_mlp(start, experts) if moe.with_mlp else experts
 
@@ -593,6 +641,19 @@ class _Packing:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
         return self._ops.pack_linear(weight, bias)
+
+
+def _with_factors(taps: AnyTensor, mixer: Mamba2) -> AnyTensor:
+    """taps [width, C], float32, times the factors of values, keys and queries."""
+    num_keys = mixer.num_groups * mixer.state_size
+    factors = np.repeat(
+        np.array(mixer.factors[1:4], np.float32), (mixer.num_outputs, num_keys, num_keys)
+    )
+    if isinstance(taps, HostTensor):
+        return HostTensor(taps.numpy() * factors, taps.dtype)
+    import torch
+
+    return taps * torch.from_numpy(factors).to(taps.device)
 
 
 def _by_heads(weight: AnyTensor, latent: LatentSpec) -> tuple[AnyTensor, AnyTensor]:

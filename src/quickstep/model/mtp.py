@@ -26,7 +26,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors
 from quickstep.model.checkpoint.weights import CheckpointWeights, open_weights
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
 from quickstep.model.drafting_layer import DraftingLayer
 from quickstep.model.formats.fused_experts import one_by_one
@@ -180,27 +180,31 @@ def layer_of_target(target: ModelSpec) -> ModelSpec:
     """The prediction layer of a model, as a decoder of one layer: like the model's last layer with
     attention.
     """
-    layer = next(layer for layer in reversed(target.layers) if layer.state_mixer is None)
+    layer = next(layer for layer in reversed(target.layers) if _is_plain(layer))
     decoder = replace(
         one_by_one(target), num_layers=1, layers=(layer,), parameter_count=None, long_context=None
     )
-    shapes = _shapes(decoder, _named("", "", target.num_layers)[0])
+    shapes = _shapes(decoder, _named("", "", target)[0])
     count = sum(math.prod(shape) for shape in shapes.values())
     return replace(decoder, parameter_count=count)
 
 
 def can_have_layer(target: ModelSpec) -> bool:
     """Whether a model is of a kind that has prediction layers."""
-    has_attention = any(layer.state_mixer is None for layer in target.layers)
+    has_attention = any(map(_is_plain, target.layers))
     is_plain = target.layer_inputs is None and not target.norm_bias and not target.layer_norm
     return target.native and target.encoder is None and has_attention and is_plain
+
+
+def _is_plain(layer: LayerSpec) -> bool:
+    return layer.state_mixer is None and layer.is_complete
 
 
 def planned_bytes(layer: ModelSpec, dtype_bytes: int, quantization: str | None) -> int:
     """Bytes of the weights of `layer_of_target` in memory, of a checkpoint that is not quantized
     already.
     """
-    naming = _named("", "", 0)[0]
+    naming = _named("", "", layer)[0]
     of_layer = _layer_shapes(layer, naming)
     return _fixed_bytes(layer, dtype_bytes) + tensor_bytes(
         layer, of_layer.items(), dtype_bytes, quantization
@@ -308,17 +312,17 @@ def _naming_in(weights: CheckpointWeights) -> MtpNaming | None:
     """The names that the files use, if they have a prediction layer."""
     prefix, files = weights.names.prefix, weights.files.tensors
     module = {name.rpartition(".")[0] for name in files}
-    for naming in _named(prefix, prefix.removesuffix("model."), weights.spec.num_layers):
+    for naming in _named(prefix, prefix.removesuffix("model."), weights.spec):
         if naming.fc.removesuffix(".weight") in module:
             return naming
     return None
 
 
-def _named(prefix: str, outside: str, num_layers: int) -> tuple[MtpNaming, ...]:
-    """Of DeepSeek V3, GLM 4.5 and GGUF files; of Qwen3-Next and Qwen3.5, whose layer is outside of
-    the decoder; of MiMo.
+def _named(prefix: str, outside: str, target: ModelSpec) -> tuple[MtpNaming, ...]:
+    """Of DeepSeek V3, GLM 4.5 and GGUF files, also those of Qwen; of Qwen3-Next and Qwen3.5, whose
+    layer is outside of the decoder; of MiMo.
     """
-    nextn, mimo = f"{prefix}layers.{num_layers}.", f"{prefix}mtp_layers.0."
+    nextn, mimo = f"{prefix}layers.{target.num_layers}.", f"{prefix}mtp_layers.0."
     return (
         MtpNaming(
             nextn,
@@ -326,7 +330,7 @@ def _named(prefix: str, outside: str, num_layers: int) -> tuple[MtpNaming, ...]:
             f"{nextn}enorm.weight",
             f"{nextn}hnorm.weight",
             f"{nextn}shared_head.norm.weight",
-            feeds_normed=False,
+            feeds_normed=target.architecture.startswith("Qwen"),
         ),
         *_qwen(dict.fromkeys(("", outside, prefix))),
         MtpNaming(

@@ -125,7 +125,10 @@ def _llama3_frequencies(rope: RopeSpec, plain: Floats) -> Floats:
     wavelengths = np.float32(1) / plain * np.float32(2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = np.float32(1) / wavelengths * np.float32(rope.trained_len)
-    ramp: Floats = ((turns - np.float32(low)) / np.float32(high - low)).clip(0.0, 1.0)
+    if high == low:  # no ramp
+        ramp: Floats = (turns >= np.float32(low)).astype(np.float32)
+    else:
+        ramp = ((turns - np.float32(low)) / np.float32(high - low)).clip(0.0, 1.0)
     stretched: Floats = (np.float32(1) - ramp) * plain / np.float32(rope.factor)
     return stretched + ramp * plain
 
@@ -164,5 +167,6 @@ def _attention_factor(rope: RopeSpec) -> float:
 
 def _growth(rope: RopeSpec, max_model_len: int) -> Floats:
     """[max_model_len] float32, the factor of each position."""
-    periods = np.arange(max_model_len, dtype=np.int64) // rope.growth_len
+    positions = np.arange(max_model_len, dtype=np.int64) + rope.growth_first
+    periods = positions // rope.growth_len
     return (1.0 + rope.growth * np.log1p(periods.astype(np.float64))).astype(np.float32)

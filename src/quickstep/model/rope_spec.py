@@ -44,8 +44,9 @@ class RopeSpec(msgspec.Struct, frozen=True):
         short_factor, long_factor: longrope's divisors per dimension, within and beyond
             `trained_len`.
         interleaved: Neighbours are turned, dimensions 2 i and 2 i + 1, not i and i + dim / 2.
-        growth, growth_len: cos and sin are multiplied by 1 + growth ln(1 + p // growth_len) at
-            position p: what is turned so grows with the distance from the start (Llama 4).
+        growth, growth_len, growth_first: cos and sin are multiplied by 1 + growth ln(1 + (p +
+            growth_first) // growth_len) at position p: what is turned so grows with the distance
+            from the start (Llama 4).
         num_turned: Only so many of the first pairs are turned, as if all were (proportional).
     """
 
@@ -68,6 +69,7 @@ class RopeSpec(msgspec.Struct, frozen=True):
     interleaved: bool = False
     growth: float = 0.0
     growth_len: int = 1
+    growth_first: int = 0
     num_turned: int = 0
 
     def needs_long_factors(self, max_model_len: int) -> bool:

@@ -22,18 +22,18 @@ from quickstep.errors import ConfigError
 from quickstep.model.architectures import (
     ARCHITECTURES,
     MODEL_TYPES,
+    REFUSED,
     WRAPPERS,
     Architecture,
     text_part,
 )
 from quickstep.model.checkpoint.config_fields import (
-    MOST_LAYERS,
     ConfigFields,
     note_on_foreign,
     read_json,
 )
 from quickstep.model.checkpoint.gguf_names import is_gguf
-from quickstep.model.checkpoint.gguf_spec import gguf_config
+from quickstep.model.checkpoint.gguf_spec import gguf_config, gguf_naming
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
@@ -80,12 +80,14 @@ def _read_spec(path: str | Path) -> ModelSpec:
     if is_gguf(path) and name not in ENCODERS:
         # llama.cpp adds Gemma's offset to the norms' weights, and parts gate and up of experts.
         spec = parse_spec(config)
-        naming = replace(spec.naming, fused_experts=False, expert_parts=_gguf_experts(spec.naming))
+        naming = gguf_naming(config) or _gguf_naming(spec.naming)
         return replace(spec, norm_offset=0.0, naming=naming)
     if name in ARCHITECTURES or name in WRAPPERS:
         return parse_spec(config)
     if name in ENCODERS:
         return read_encoder_spec(Path(path), config, name)
+    if name in REFUSED:
+        raise ConfigError(f"architecture {name!r} cannot be served: {REFUSED[name]}")
     supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS}))
     if config.get("auto_map"):
         raise ConfigError(
@@ -98,8 +100,9 @@ def _read_spec(path: str | Path) -> ModelSpec:
     return read_fallback_spec(Path(path), name, supported)
 
 
-def _gguf_experts(naming: TensorNaming) -> tuple[str, str, str]:
-    return STANDARD_NAMING.expert_parts if naming.fused_experts else naming.expert_parts
+def _gguf_naming(naming: TensorNaming) -> TensorNaming:
+    parts = STANDARD_NAMING.expert_parts if naming.fused_experts else naming.expert_parts
+    return replace(naming, fused_experts=False, expert_parts=parts)
 
 
 def read_config(path: str | Path) -> dict[str, object]:
@@ -210,7 +213,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         raise ConfigError(
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
         )
-    num_layers = fields.integer("num_hidden_layers", MOST_LAYERS)
+    num_layers = entry.num_layers(fields)
     moe = entry.experts(fields)
     if moe is not None and moe.num_experts > _MOST_EXPERTS:
         raise ConfigError(
@@ -218,15 +221,17 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         )
     for key, other in entry.repeated.items():
         fields.repeated(key, other)
-    if entry.layer_norm:
-        fields.optional_number("rms_norm_eps")  # of the other kind of norm
+    if entry.norm_eps_key != "rms_norm_eps":
+        fields.optional_number("rms_norm_eps")  # which its norms do not read
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     sparse = entry.sparse(fields, num_layers)
     mixers = entry.mixers(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False
-    multiplied = entry.multipliers
-    embedding = fields.number("embedding_multiplier") if multiplied else 1.0
+    multiplied, embedding_key = entry.multipliers, entry.embedding_key
+    if multiplied:
+        embedding_key = "embedding_multiplier"
+    embedding = fields.number(embedding_key) if embedding_key else 1.0
     return ModelSpec(
         architecture=name,
         vocab_size=fields.integer("vocab_size"),
@@ -267,6 +272,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         norm_bias=entry.norm_bias,
         gated=entry.gated,
         head_bias=entry.head_bias,
+        multipliers=entry.layer_multipliers(fields),
     )
 
 

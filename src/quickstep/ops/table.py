@@ -164,6 +164,8 @@ class DeltaWeights(msgspec.Struct, frozen=True):
         biases: [value heads], of the time step.
         norm: [value size], of the outputs.
         num_key_heads, key_size, eps: Of its keys, and of the norm.
+        tiled: Outputs are of the first value head of each key head, then of the second, ...;
+            otherwise those of a key head follow each other.
     """
 
     taps: AnyTensor
@@ -173,6 +175,12 @@ class DeltaWeights(msgspec.Struct, frozen=True):
     num_key_heads: int
     key_size: int
     eps: float
+    tiled: bool = False
+
+    @property
+    def shared_stride(self) -> int:
+        """Places between the outputs of value heads that share a key head."""
+        return self.num_key_heads if self.tiled else 1
 
 
 class MambaWeights(msgspec.Struct, frozen=True):
@@ -187,6 +195,7 @@ class MambaWeights(msgspec.Struct, frozen=True):
         norm: [heads * P], of the outputs of each group; None for no norm.
         num_groups, state_size, eps: Of its keys, and of the norm.
         least_step, most_step: Limits of the time step.
+        gate_factor, step_factor: Of the gates and of the time steps among the inputs.
     """
 
     taps: AnyTensor
@@ -200,6 +209,8 @@ class MambaWeights(msgspec.Struct, frozen=True):
     eps: float
     least_step: float
     most_step: float
+    gate_factor: float = 1.0
+    step_factor: float = 1.0
 
     @property
     def head_size(self) -> int:
@@ -328,16 +339,23 @@ class ExpertLoRA(msgspec.Struct, frozen=True):
     first_module: int
 
 
+# Activations of experts that have no gate, and one matrix before it.
+WITHOUT_GATE = ("relu", "relu2")
+
+
 class ExpertWeights(msgspec.Struct, frozen=True):
-    """The experts of a layer: gate_up hidden -> 2 * width, gate first; down_proj width -> hidden.
+    """The experts of a layer: gate_up hidden -> 2 * width, gate first, or up only, hidden -> width,
+    with an activation that has no gate; down_proj width -> hidden.
 
     `data` is of the implementation that made it (`OpTable.pack_experts`); None where the experts
-    are computed one by one.
+    are computed one by one. `weighs_inputs`: what an expert reads is multiplied by its weight, and
+    not what it returns (Llama 4).
     """
 
     gate_up: tuple[LinearWeight, ...]
     down_proj: tuple[LinearWeight, ...]
     data: object | None = None
+    weighs_inputs: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -406,6 +424,8 @@ class AttentionParams(msgspec.Struct, frozen=True):
     Attributes:
         scale: Multiplies q·k.
         window: A query at position p sees keys p - window < j <= p; None sees all.
+        chunk: A query sees those of its own `chunk` positions, which begin at multiples of that;
+            None sees all.
         softcap: logits = softcap * tanh(logits / softcap); None for none (Gemma 2).
         value_size: Of a cache without V: so many first elements of a key are its value.
     """
@@ -414,6 +434,12 @@ class AttentionParams(msgspec.Struct, frozen=True):
     window: int | None = None
     softcap: float | None = None
     value_size: int | None = None
+    chunk: int | None = None
+
+    @property
+    def kernel_window(self) -> int:
+        """As `qs_attention` has window and chunk."""
+        return self.window or -(self.chunk or 0)
 
 
 class Ranks(Protocol):
@@ -867,6 +893,7 @@ class OpTable(msgspec.Struct, frozen=True):
         latent: None where there are no kernels of attention over latents.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
             read from memory: one recorded launch then fits all of them (`runtime.steps.graphs`).
+        has_chunks: Whether attention may be in chunks (`AttentionParams.chunk`).
     """
 
     name: str
@@ -898,6 +925,7 @@ class OpTable(msgspec.Struct, frozen=True):
     plan_attention: PlanAttentionOp | None = None
     steps: NativeSteps | None = None
     reads_lengths: bool = False
+    has_chunks: bool = True
     adapter_table: AdapterTableOp | None = None
     ranks: Ranks | None = None
     gate: GateOp | None = None

@@ -18,7 +18,7 @@ from quickstep.model.decoder_weights import LayerWeights
 from quickstep.model.interface import KVLayout
 from quickstep.model.layers.interface import LayerStep, Mixer
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.model.layers.residual import build_layers, mixer_of
+from quickstep.model.layers.residual import CachePlaces, build_layers, mixer_of
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.ops.reference import reference_ops
@@ -62,9 +62,9 @@ class DecayingSum:
         return self._ops.linear(rows[0], self._out_of)
 
 
-def mixed(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
+def mixed(ops: LayerOps, weights: LayerWeights, places: CachePlaces) -> Mixer | None:
     """Attention in the first layer, a state in the others."""
-    return DecayingSum(ops, place) if ops.index else mixer_of(ops, weights, place)
+    return DecayingSum(ops, places.kv) if ops.index else mixer_of(ops, weights, places)
 
 
 def small_model() -> Decoder:

@@ -784,6 +784,68 @@ ROUNDED: dict[str, tuple[int, dict[str, Any]]] = {
             | {"sliding_window": None, "tie_word_embeddings": True, "use_cache": True}
         },
     ),
+    "Falcon-H1-0.5B": (
+        1,  # 0.52
+        sizes(32_784, 1024, 2048, 36, 8, 2)
+        | {"architectures": ["FalconH1ForCausalLM"], "attention_bias": False}
+        | {"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375}
+        | {"attn_layer_indices": None, "embedding_multiplier": 5.656854249492381}
+        | {"head_dim": 64, "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625}
+        | MAMBA
+        | {"mamba_chunk_size": 128, "mamba_d_ssm": 1536, "mamba_n_heads": 24}
+        | {"mamba_norm_before_gate": False, "mamba_rms_norm": False, "mamba_use_mlp": True}
+        | {"max_position_embeddings": 16_384, "mlp_bias": False, "mlp_expansion_factor": 8}
+        | {"mlp_multipliers": [0.8838834764831844, 0.5859375], "num_logits_to_keep": 1}
+        | {"projectors_bias": False, "rope_scaling": None, "rope_theta": 100_000_000_000.0}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587}
+        | {"ssm_multipliers": [0.3535, 0.25, 0.3535, 0.5, 0.3535], "tie_word_embeddings": False}
+        | {"time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001},
+    ),
+    "Nemotron-3-Nano-30B-A3B": (
+        32,
+        sizes(131_072, 2688, 1856, 52, 32, 2)
+        | {"architectures": ["NemotronHForCausalLM"], "attention_bias": False}
+        | {"chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128}
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+        | {"layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu"}
+        | {"mamba_num_heads": 64, "mamba_proj_bias": False, "max_position_embeddings": 262_144}
+        | {"mlp_bias": False, "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856}
+        | {"moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-05}
+        | {"norm_topk_prob": True, "num_experts_per_tok": 6, "partial_rotary_factor": 1.0}
+        | {"rescale_prenorm_residual": True, "residual_in_fp32": False, "rope_theta": 10_000}
+        | {"routed_scaling_factor": 2.5, "sliding_window": None, "ssm_state_size": 128}
+        | {"tie_word_embeddings": False, "time_step_limit": [0.0, float("inf")]}
+        | {"time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001}
+        | {"topk_group": 1, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True},
+    ),
+    "Llama-4-Scout-17B-16E": (
+        108,
+        {"architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200_080}
+        | {"eoi_token_index": 200_081, "image_token_index": 200_092, "model_type": "llama4"}
+        | {"vision_config": {"hidden_size": 1408}}
+        | {
+            "text_config": sizes(202_048, 5120, 8192, 48, 40, 8)
+            | {"attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1}
+            | {"attn_temperature_tuning": 4, "cache_implementation": "hybrid"}
+            | {"floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128}
+            | {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16_384}
+            | {"max_position_embeddings": 10_485_760, "model_type": "llama4_text"}
+            | {"moe_layers": list(range(48)), "no_rope_layers": [], "num_experts_per_tok": 1}
+            | {"num_local_experts": 16, "output_router_logits": False, "rms_norm_eps": 1e-05}
+            | {
+                "rope_scaling": {
+                    "factor": 16.0,
+                    "high_freq_factor": 1.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_type": "llama3",
+                }
+            }
+            | {"rope_theta": 500_000.0, "router_aux_loss_coef": 0.001}
+            | {"router_jitter_noise": 0.0, "use_qk_norm": True}
+        },
+    ),
     "Youtu-LLM-2B": (
         2,
         sizes(128_256, 2048, 6144, 32, 16, 16)
@@ -840,12 +902,19 @@ def test_published_config_is_read_and_counts_its_billions(name: str) -> None:
         ("stablelm-2-1_6b", {"rope_pct": 0.5}),
         ("starcoder2-3b", {"activation_function": "relu"}),
         ("Nemotron-Mini-4B-Instruct", {"rope_percent": 0.25}),
+        ("Nemotron-3-Nano-30B-A3B", {"moe_latent_size": 1024}),
+        ("Nemotron-3-Nano-30B-A3B", {"residual_in_fp32": True}),
+        ("Nemotron-3-Nano-30B-A3B", {"mamba_hidden_act": "relu"}),
+        ("Falcon-H1-0.5B", {"mamba_norm_before_gate": True, "mamba_rms_norm": True}),
+        ("Falcon-H1-0.5B", {"mlp_multipliers": [0.0, 1.0]}),
+        ("Falcon-H1-0.5B", {"mamba_use_mlp": False}),
+        ("Llama-4-Scout-17B-16E", {"attention_k_eq_v": True}),
     ],
 )
 def test_another_value_than_the_published_one_is_refused_by_name(
     name: str, changes: dict[str, object]
 ) -> None:
-    config = dict(PUBLISHED[name][1])
+    config = dict((PUBLISHED | ROUNDED)[name][1])
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], **changes}
     else:

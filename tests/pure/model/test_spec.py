@@ -259,6 +259,14 @@ def test_a_broken_config_is_refused(tmp_path: Path) -> None:
         read_spec(write(tmp_path, [1]))
 
 
+@pytest.mark.parametrize("head", ["CausalLM", "ConditionalGeneration"])
+def test_gemma_3n_is_refused_with_the_nearest(head: str, tmp_path: Path) -> None:
+    config = {"architectures": [f"Gemma3nFor{head}"], "model_type": "gemma3n"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"Gemma3n.*AltUp.*gemma-4-E2B"):
+        read_spec(tmp_path)
+
+
 def test_remote_code_is_refused_unless_the_architecture_is_native(tmp_path: Path) -> None:
     auto_map = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
     with pytest.raises(ConfigError, match="auto_map"):

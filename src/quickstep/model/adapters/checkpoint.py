@@ -165,14 +165,15 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
         place = module.first_output, target.scale, module.is_embedding
         bias = self._bias(target, base_biases, digest)
         if target.weight is not None:
-            a = _in_order(self._tensor(target.weight, dtype, digest), module)
+            a = _inputs_in_order(self._tensor(target.weight, dtype, digest), module)
+            a = _in_order(a, module)
             return LoRAPart(a, None, *place, bias=bias)
         if target.a is None or target.b is None:
             shape = (module.num_inputs, 0) if module.is_embedding else (0, module.num_inputs)
             a, b = HostTensor.empty(shape, dtype), HostTensor.empty((module.num_outputs, 0), dtype)
             return LoRAPart(a, b, *place, bias=bias)
         a, b = (self._tensor(name, dtype, digest) for name in (target.a, target.b))
-        b = _in_order(b, module)
+        a, b = _inputs_in_order(a, module), _in_order(b, module)
         if module.is_embedding:
             a = HostTensor(np.ascontiguousarray(a.numpy().T), a.dtype)
         return LoRAPart(a, b, *place, bias=bias)
@@ -439,6 +440,14 @@ def _check_target(weights: Path, files: TensorFiles, target: _Target, max_rank: 
 def _in_order(outputs: HostTensor, module: LoRAModule) -> HostTensor:
     """A row or a number of each output, in the order of the decoder's matrix."""
     return taken_rows(outputs, module.rows) if module.rows else outputs
+
+
+def _inputs_in_order(matrix: HostTensor, module: LoRAModule) -> HostTensor:
+    """Its columns in the order of the inputs of the decoder's matrix."""
+    if not module.columns:
+        return matrix
+    parts = [matrix.numpy()[:, part.start : part.stop] for part in module.columns]
+    return HostTensor(np.concatenate(parts, axis=1), matrix.dtype)
 
 
 def _is_finite(tensor: HostTensor) -> bool:

@@ -17,19 +17,24 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import STATE_MIXER, delta_projections, qkv_parts
-from quickstep.model.chosen_rows import row_orders
+from quickstep.model.chosen_rows import row_orders, tiled_columns
 from quickstep.model.decoder_spec import (
+    FUSED_DELTA,
+    GGUF_DELTA,
     GatedDelta,
     LatentSpec,
     LayerSpec,
     ModelSpec,
+    StateMixer,
     TensorNaming,
 )
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
-    LatentWeights,
+    HybridWeights,
+    MixerWeights,
     MLPWeights,
+    StateMixerWeights,
 )
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
@@ -61,12 +66,14 @@ class Projection(enum.IntEnum):
     DOWN_PROJ = 3
     ROUTER = 4
     Q_B = 5  # queries from their latent (`LatentSpec.query_rank`)
+    STATE_IN = 6  # of a state mixer
+    STATE_OUT = 7
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
     """A linear layer of the checkpoint, or the embedding: `num_outputs` outputs from `first_output`
     on of the decoder's matrix `number`. The inputs of the embedding are the vocabulary. `rows`: the
-    order of its outputs in that matrix; () for their own.
+    order of its outputs in that matrix, `columns` that of its inputs; () for their own.
     """
 
     number: int
@@ -75,6 +82,7 @@ class LoRAModule(msgspec.Struct, frozen=True):
     num_inputs: int
     is_embedding: bool = False
     rows: tuple[range, ...] = ()
+    columns: tuple[range, ...] = ()
 
 
 def num_modules(spec: ModelSpec) -> int:
@@ -120,9 +128,9 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
     projection = Projection(module.number % len(Projection))
     if projection is Projection.ROUTER:
         return spec.moe is not None and spec.moe.biases
-    mixer = spec.layers[module.number // len(Projection)].state_mixer
-    if mixer is not None and projection in (Projection.QKV, Projection.O_PROJ):
-        return not isinstance(mixer, GatedDelta) and mixer.bias
+    if projection in (Projection.STATE_IN, Projection.STATE_OUT):
+        mixer = spec.layers[module.number // len(Projection)].state_mixer
+        return mixer is not None and not isinstance(mixer, GatedDelta) and mixer.bias
     attention = {Projection.QKV: spec.qkv_bias, Projection.O_PROJ: spec.output_bias}
     return attention.get(projection, spec.mlp_bias)
 
@@ -138,15 +146,15 @@ def base_biases(
     """
     matrices: dict[int, LinearWeight] = {}
     for number, layer in enumerate(weights.layers, first_layer):
-        into, out = (
-            module_number(number, projection) for projection in (Projection.QKV, Projection.O_PROJ)
-        )
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionWeights):
-            matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
-            matrices |= {out: mixer.o_proj} if spec.output_bias else {}
-        elif not isinstance(mixer, LatentWeights) and has_bias(spec, LoRAModule(into, 0, 0, 0)):
-            matrices |= {into: mixer.in_proj, out: mixer.out_proj}
+        for mixer in _mixers(layer.mixer):
+            if isinstance(mixer, AttentionWeights):
+                into, out = _numbers(number, Projection.QKV, Projection.O_PROJ)
+                matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
+                matrices |= {out: mixer.o_proj} if spec.output_bias else {}
+            elif isinstance(mixer, StateMixerWeights):
+                into, out = _numbers(number, Projection.STATE_IN, Projection.STATE_OUT)
+                if has_bias(spec, LoRAModule(into, 0, 0, 0)):
+                    matrices |= {into: mixer.in_proj, out: mixer.out_proj}
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
             matrices[module_number(number, Projection.DOWN_PROJ)] = layer.mlp.down_proj
@@ -155,6 +163,14 @@ def base_biases(
         bias = ops.linear(_zeros(weights, matrix.num_inputs), matrix)
         found[number] = as_float64(bias)[0].astype(np.float32)
     return found
+
+
+def _mixers(mixer: MixerWeights | None) -> tuple[MixerWeights | None, ...]:
+    return (mixer.attention, mixer.state) if isinstance(mixer, HybridWeights) else (mixer,)
+
+
+def _numbers(layer: int, into: Projection, out: Projection) -> tuple[int, int]:
+    return module_number(layer, into), module_number(layer, out)
 
 
 def _zeros(weights: DecoderWeights, num_inputs: int) -> Any:
@@ -197,23 +213,34 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     """All that an adapter can change by name: `layers.0.self_attn.q_proj`, `embed_tokens`,
     `lm_head`. Experts that a checkpoint holds in one tensor are not among them.
     """
-    hidden, naming = spec.hidden_size, spec.naming
+    hidden, vocab_size = spec.hidden_size, spec.vocab_size
+    is_tiled = spec.naming.tiled_values
+    spec = replace(spec, naming=_of_adapters(spec.naming))
+    naming, orders, in_order = spec.naming, row_orders(spec), ((), 0)
     found: dict[str, LoRAModule] = {}
-    orders, in_order = row_orders(spec), ((), 0)
     for layer, kind in enumerate(spec.layers):
         for projection, parts, num_inputs in _dense_modules(spec.of_layer(layer), kind):
             first = 0
             for name, num_outputs in parts:
                 rows, _ = orders.get(name.rpartition(".")[2], in_order)
                 place = module_number(layer, projection), first, num_outputs, num_inputs
-                found[f"layers.{layer}.{name}"] = LoRAModule(*place, rows=rows)
+                module = LoRAModule(*place, rows=rows)
+                if is_tiled and name == f"{STATE_MIXER}out_proj":
+                    assert isinstance(kind.state_mixer, GatedDelta)
+                    module = replace(module, columns=tiled_columns(kind.state_mixer))
+                found[f"layers.{layer}.{name}"] = module
                 first += num_outputs
         if kind.sparse and not naming.fused_experts:
             found |= _expert_modules(spec, layer)
-    vocab_size = spec.vocab_size
     found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
     found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
     return {_own_name(name, naming): module for name, module in found.items()}
+
+
+def _of_adapters(naming: TensorNaming) -> TensorNaming:
+    """Adapters of a GGUF file are those of the checkpoint that it was converted from."""
+    delta = FUSED_DELTA if naming.delta == GGUF_DELTA else naming.delta
+    return replace(naming, delta=delta, tiled_values=False)
 
 
 # A matrix of a layer, what it consists of by name with the numbers of outputs, and of inputs.
@@ -222,8 +249,12 @@ _Modules = tuple[Projection, list[tuple[str, int]], int]
 
 def _dense_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
     """The matrices of a layer but the experts."""
-    yield from _mixer_modules(spec, layer)
-    if layer.sparse and not (spec.moe is not None and spec.moe.with_mlp):
+    if layer.has_attention:
+        yield from _attention_modules(spec, layer)
+    if layer.state_mixer is not None:
+        yield from _state_modules(spec, layer.state_mixer)
+    is_mixture = layer.sparse and not (spec.moe is not None and spec.moe.with_mlp)
+    if is_mixture or not layer.has_feed_forward:
         return
     hidden, width = spec.hidden_size, spec.intermediate_size
     gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
@@ -233,26 +264,27 @@ def _dense_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
     yield Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width
 
 
-def _mixer_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
-    hidden, mixer = spec.hidden_size, layer.state_mixer
-    if mixer is None and spec.latent is not None:
+def _attention_modules(spec: ModelSpec, layer: LayerSpec) -> Iterator[_Modules]:
+    if spec.latent is not None:
         yield from _latent_modules(spec, spec.latent)
         return
-    if mixer is None:
-        queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        widths = (2 * queries if spec.attention_gate else queries, keys, keys)
-        names = [f"self_attn.{name}" for name in qkv_parts(layer)]
-        qkv = list(zip(names, widths, strict=False))
-        if spec.naming.fused_qkv:
-            qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
-        yield Projection.QKV, qkv, hidden
-        yield Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries
-        return
-    parts = [("in_proj", mixer.num_inputs)]
+    hidden = spec.hidden_size
+    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    widths = (2 * queries if spec.attention_gate else queries, keys, keys)
+    names = [f"self_attn.{name}" for name in qkv_parts(layer)]
+    qkv = list(zip(names, widths, strict=False))
+    if spec.naming.fused_qkv:
+        qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
+    yield Projection.QKV, qkv, hidden
+    yield Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries
+
+
+def _state_modules(spec: ModelSpec, mixer: StateMixer) -> Iterator[_Modules]:
+    hidden, parts = spec.hidden_size, [("in_proj", mixer.num_inputs)]
     if isinstance(mixer, GatedDelta):
         parts = list(delta_projections(mixer, spec.naming))
-    yield Projection.QKV, [(f"{STATE_MIXER}{name}", count) for name, count in parts], hidden
-    yield Projection.O_PROJ, [(f"{STATE_MIXER}out_proj", hidden)], mixer.num_outputs
+    yield Projection.STATE_IN, [(f"{STATE_MIXER}{name}", count) for name, count in parts], hidden
+    yield Projection.STATE_OUT, [(f"{STATE_MIXER}out_proj", hidden)], mixer.num_outputs
 
 
 def _own_name(name: str, naming: TensorNaming) -> str:
@@ -289,8 +321,10 @@ def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
             for projection in (Projection.GATE_UP, Projection.DOWN_PROJ)
         )
         name = f"layers.{layer}.{naming.experts}.{expert}"
-        found[f"{name}.{gate}"] = LoRAModule(gate_up, 0, width, hidden)
-        found[f"{name}.{up}"] = LoRAModule(gate_up, width, width, hidden)
+        if spec.gated:
+            found[f"{name}.{gate}"] = LoRAModule(gate_up, 0, width, hidden)
+        first_up = width if spec.gated else 0
+        found[f"{name}.{up}"] = LoRAModule(gate_up, first_up, width, hidden)
         found[f"{name}.{down}"] = LoRAModule(down_proj, 0, hidden, width)
     return found
 

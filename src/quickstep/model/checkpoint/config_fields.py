@@ -18,7 +18,7 @@ from quickstep.errors import ConfigError
 _HARMLESS_NAMES = """
     architectures model_type transformers_version torch_dtype dtype use_cache auto_map
     initializer_range embedding_initializer_range initializer_factor pretraining_tp
-    gradient_checkpointing name_or_path
+    gradient_checkpointing name_or_path num_logits_to_keep
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
     decoder_start_token_id image_token_id image_token_index boi_token_index eoi_token_index
     boi_token_id eoi_token_id mm_tokens_per_image vision_config

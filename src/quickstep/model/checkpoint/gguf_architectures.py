@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
-CONVOLUTION = "shortconv.conv"  # [C, K] in files, [C, 1, K] in the architecture
+from quickstep.model.decoder_spec import GGUF_DELTA, TensorNaming
+
+# [C, K] in files, [C, 1, K] in the architecture
+CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
 # `{}` is the number of an expert: files hold those of a layer as one tensor, expert by expert.
 _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,6 +35,7 @@ _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
         "ffn_gate_exps": "mlp.experts.{}.gate_proj",
         "ffn_up_exps": "mlp.experts.{}.up_proj",
         "ffn_down_exps": "mlp.experts.{}.down_proj",
+        "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
         "nextn.eh_proj": "eh_proj",
         "nextn.enorm": "enorm",
         "nextn.hnorm": "hnorm",
@@ -76,9 +81,56 @@ _GPT_OSS_PARTS = {
 }
 _LFM_PARTS = {
     **_STANDARD_PARTS,
-    CONVOLUTION: "linear_attn.conv1d",
+    "shortconv.conv": "linear_attn.conv1d",
     "shortconv.in_proj": "linear_attn.in_proj",
     "shortconv.out_proj": "linear_attn.out_proj",
+}
+_LLAMA4_PARTS = {
+    **_STANDARD_PARTS,
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_QWEN_HYBRID_PARTS = {
+    **_STANDARD_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of older files
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MAMBA_PARTS = {
+    **_STANDARD_PARTS,
+    "ssm_in": "linear_attn.in_proj",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A",
+    "ssm_d": "linear_attn.D",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_FALCON_PARTS = {  # some files have a norm without an ending
+    **_MAMBA_PARTS,
+    **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "post_attention_layernorm.weight"),
+}
+_NEMOTRON_PARTS = {
+    **_MAMBA_PARTS,
+    "attn_norm": "norm",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 _BERT_PARTS = {
     "attn_q": "attention.self.query",
@@ -106,6 +158,36 @@ OUTER_PARTS = {
 }
 _EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL_EXPERT_KEYS = {**_EXPERT_KEYS, "expert_count": "num_local_experts"}
+_DELTA_KEYS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_NEMOTRON_KEYS = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_QWEN_EXPERT_KEYS = {
+    **_EXPERT_KEYS,
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+# as llama.cpp's graphs of Qwen's mixtures have it
+_NORMED_EXPERTS: Mapping[str, object] = MappingProxyType(
+    {"expert_weights_norm": True, "expert_weights_scale": 1.0}
+)
+_TILED = TensorNaming(shared_expert="mlp.shared_expert", tiled_values=True, stored_rates=True)
 _SILU: Mapping[str, object] = MappingProxyType({"hidden_act": "silu"})
 _GELU: Mapping[str, object] = MappingProxyType({"hidden_activation": "gelu_pytorch_tanh"})
 
@@ -128,6 +210,11 @@ class Dialect(msgspec.Struct, frozen=True):
             heads instead of the head size (Gemma).
         norm_key: The config's key of the norms' epsilon.
         convolutions: Layers without key heads are short convolutions.
+        delta: Layers are Gated DeltaNet, but for those of full attention.
+        chunks: Layers attend in chunks, unless the section has a window of 0.
+        single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes.
+        flags: Keys of the config that are set where layers have these tensors.
+        naming: How the file differs from what the architecture's checkpoints have.
         optional_qk_norm: Queries and keys have norms where the file has them.
         outer: Modules outside layers, in the architecture's names.
         layers: Of the architecture's names, what the number of a layer follows.
@@ -147,11 +234,30 @@ class Dialect(msgspec.Struct, frozen=True):
     scores_layers: int | None = None
     norm_key: str = "rms_norm_eps"
     convolutions: bool = False
+    delta: bool = False
+    chunks: bool = False
+    single_blocks: bool = False
+    flags: Mapping[str, str] = msgspec.field(default_factory=dict)
+    naming: TensorNaming | None = None
     optional_qk_norm: bool = False
     outer: Mapping[str, str] = msgspec.field(default_factory=lambda: OUTER_PARTS)
     layers: str = "model.layers"
     encoder: bool = False
 
+
+_NEMOTRON_H = Dialect(
+    "NemotronHForCausalLM",
+    _NEMOTRON_PARTS,
+    # its graph has no least time step
+    config={"mlp_hidden_act": "relu2", "time_step_min": 0.0},
+    keys=_NEMOTRON_KEYS,
+    given={"expert_shared_count": 1},
+    paired=True,  # as of Llama, although nothing is rotated
+    norm_key="layer_norm_epsilon",
+    single_blocks=True,
+    flags={"ssm_conv1d.bias": "use_conv_bias"},
+    naming=TensorNaming(stored_rates=True),
+)
 
 MIXTRAL = Dialect("MixtralForCausalLM", _MIXTRAL_PARTS, keys=_LOCAL_EXPERT_KEYS, paired=True)
 
@@ -164,7 +270,27 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             "Qwen3MoeForCausalLM",
             config={**_SILU, "norm_topk_prob": True},
             keys={**_EXPERT_KEYS, "expert_feed_forward_length": "moe_intermediate_size"},
-            given={"expert_weights_norm": True, "expert_weights_scale": 1.0},
+            given=_NORMED_EXPERTS,
+        ),
+        "qwen3next": Dialect(
+            "Qwen3NextForCausalLM",
+            _QWEN_HYBRID_PARTS,
+            config={**_SILU, "norm_topk_prob": True},
+            keys={**_DELTA_KEYS, **_QWEN_EXPERT_KEYS},
+            given=_NORMED_EXPERTS,
+            delta=True,
+            naming=replace(_TILED, delta=GGUF_DELTA, tiled_values=False),
+        ),
+        "qwen35": Dialect(
+            "Qwen3_5ForCausalLM", _QWEN_HYBRID_PARTS, keys=_DELTA_KEYS, delta=True, naming=_TILED
+        ),
+        "qwen35moe": Dialect(
+            "Qwen3_5MoeForCausalLM",
+            _QWEN_HYBRID_PARTS,
+            keys={**_DELTA_KEYS, **_QWEN_EXPERT_KEYS},
+            given=_NORMED_EXPERTS,
+            delta=True,
+            naming=_TILED,
         ),
         "phi3": Dialect("Phi3ForCausalLM", _PHI_PARTS, window=True),
         "gemma2": Dialect(
@@ -221,6 +347,34 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             keys=_LOCAL_EXPERT_KEYS | {"expert_feed_forward_length": "intermediate_size"},
             window=True,
             yarn={"truncate": False},
+        ),
+        "falcon-h1": Dialect(
+            "FalconH1ForCausalLM",
+            _FALCON_PARTS,
+            config={**_SILU, "mamba_norm_before_gate": False},  # multipliers are in its matrices
+            keys={
+                "ssm.conv_kernel": "mamba_d_conv",
+                "ssm.inner_size": "mamba_d_ssm",
+                "ssm.state_size": "mamba_d_state",
+                "ssm.group_count": "mamba_n_groups",
+                "ssm.time_step_rank": "mamba_n_heads",
+            },
+            flags={"ssm_norm.weight": "mamba_rms_norm", "ssm_conv1d.bias": "mamba_conv_bias"},
+            naming=TensorNaming(stored_rates=True),
+        ),
+        "nemotron_h": _NEMOTRON_H,
+        "nemotron_h_moe": _NEMOTRON_H,
+        "llama4": Dialect(
+            "Llama4ForCausalLM",
+            _LLAMA4_PARTS,
+            keys={
+                **_LOCAL_EXPERT_KEYS,
+                "feed_forward_length": "intermediate_size_mlp",
+                "expert_feed_forward_length": "intermediate_size",
+                "interleave_moe_layer_step": "interleave_moe_layer_step",
+            },
+            chunks=True,
+            naming=TensorNaming(router="mlp.router", shared_expert="mlp.shared_expert"),
         ),
         "lfm2": Dialect(
             "Lfm2ForCausalLM",

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import c_float
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +21,14 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.checkpoint.gguf_architectures import (
-    CONVOLUTION,
+    CONVOLUTIONS,
     DIALECTS,
     MIXTRAL,
     Dialect,
 )
 from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
 from quickstep.model.checkpoint.safetensors_files import StoredTensor, TensorFiles
+from quickstep.model.decoder_spec import TensorNaming
 
 GGUF_ARCHITECTURE = "_gguf_architecture"
 
@@ -66,8 +67,11 @@ _TABLES: Mapping[str, str] = MappingProxyType(
 )
 _POOLINGS: Mapping[object, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 _RANK = 4  # a pooling_type: the head of a reranker
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_.]+)")
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z0-9_.]+)")
+_COLUMNS = re.compile(r"blk\.\d+\.ssm_(a|d|norm\.weight)")
+_WITHOUT_NORMS = 128  # experts of Llama 4 Maverick
 _EXPERT = "{}"
+_GATE_ABOVE_UP = ".gate_up_proj."  # of all experts, in one tensor
 
 
 def gguf_config(path: Path) -> dict[str, object]:
@@ -163,27 +167,49 @@ def gguf_tensor_files(path: Path) -> TensorFiles:
     tensors: dict[str, StoredTensor] = {}
     for stored in file.tensors.values():
         name = _name(stored.name, dialect)
-        if _EXPERT not in name:
+        if _EXPERT in name:
+            tensors.update({part.name: part for part in _experts(stored, name)})
+        else:
             tensors[name] = replace(stored, name=name, shape=_shape(stored))
-            continue
-        count, shape = stored.shape[0], stored.shape[1:]
-        nbytes = stored.nbytes // count
-        for expert in range(count):
-            own, offset = name.replace(_EXPERT, str(expert)), stored.offset + expert * nbytes
-            tensors[own] = replace(stored, name=own, shape=shape, offset=offset, nbytes=nbytes)
     return TensorFiles(MappingProxyType(tensors), (file.header,))
 
 
+def _experts(stored: StoredTensor, name: str) -> Iterator[StoredTensor]:
+    """Those of each expert, whose gate may be above its up."""
+    count, shape = stored.shape[0], stored.shape[1:]
+    names = [name]
+    if _GATE_ABOVE_UP in name:
+        names = [name.replace(_GATE_ABOVE_UP, part) for part in (".gate_proj.", ".up_proj.")]
+    rows, nbytes = shape[0] // len(names), stored.nbytes // (count * len(names))
+    for expert in range(count):
+        for place, part in enumerate(names, expert * len(names)):
+            own, offset = part.replace(_EXPERT, str(expert)), stored.offset + place * nbytes
+            of_expert = (rows, *shape[1:])
+            yield replace(stored, name=own, shape=of_expert, offset=offset, nbytes=nbytes)
+
+
 def _shape(stored: StoredTensor) -> tuple[int, ...]:
-    """The architecture's: files drop the middle dimension, 1, of a convolution [C, 1, K]."""
-    is_convolution = f".{CONVOLUTION}." in stored.name and len(stored.shape) == 2
-    return (stored.shape[0], 1, stored.shape[1]) if is_convolution else stored.shape
+    """The architecture's: files drop the middle dimension, 1, of a convolution [C, 1, K], and some
+    of them the first one of a gate [1, hidden]; numbers of Mamba's heads and groups are columns.
+    """
+    shape = stored.shape
+    if _COLUMNS.fullmatch(stored.name):
+        return (math.prod(shape),)
+    if any(f".{name}.weight" in stored.name for name in CONVOLUTIONS) and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (1, *shape) if ".ffn_gate_inp_shexp." in stored.name and len(shape) == 1 else shape
 
 
 def gguf_has_paired_heads(config: Mapping[str, object]) -> bool:
     """Whether the rows of a file's queries and keys are in pairs, for rotation of neighbours."""
     dialect = DIALECTS.get(str(config.get(GGUF_ARCHITECTURE)))
     return dialect is not None and dialect.paired
+
+
+def gguf_naming(config: Mapping[str, object]) -> TensorNaming | None:
+    """The names of a file's tensors, where they are not those of the architecture."""
+    dialect = DIALECTS.get(str(config.get(GGUF_ARCHITECTURE)))
+    return None if dialect is None else dialect.naming
 
 
 def _dialect(file: GgufFile) -> tuple[str, Dialect]:
@@ -235,24 +261,33 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path.name} has no token_embd.weight, so it holds no model")
+    kinds = _single_blocks(file, fields, layers) if dialect.single_blocks else {}
+    width = kinds.pop("intermediate_size", None)
+    if not dialect.single_blocks:
+        width = fields.optional_integer("feed_forward_length")  # mixtures may have none
     has_qk_norm = "blk.0.attn_q_norm.weight" in file.tensors
     return {
         "architectures": [dialect.name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_size,
         "max_position_embeddings": fields.integer("context_length"),
-        dialect.norm_key: _number(fields, "attention.layer_norm_rms_epsilon"),
+        dialect.norm_key: _number(fields, "attention.layer_norm_rms_epsilon")
+        or _number(fields, "attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": dialect.name != "Qwen2ForCausalLM"
         and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _dtype(file),
+        **({} if width is None else {"intermediate_size": width}),
         **_key_heads(fields, dialect),
+        **kinds,
+        **(_delta(file, fields, layers) if dialect.delta else {}),
+        **(_chunks(fields, layers) if dialect.chunks else {}),
+        **{key: _has_part(file, part) for part, key in dialect.flags.items()},
         **dialect.config,
         **_of_keys(fields, dialect.keys),
         **({"use_qk_norm": has_qk_norm} if dialect.optional_qk_norm else {}),
@@ -263,11 +298,71 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
 def _key_heads(fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
     """How many key heads there are, which files may list by layer."""
     listed = fields.value("attention.head_count_kv")
+    if dialect.single_blocks:
+        return {}
     if not dialect.convolutions or not isinstance(listed, tuple):
         count = fields.optional_integer("attention.head_count_kv")
         return {} if not count else {"num_key_value_heads": count}
     layers = ["full_attention" if count else "conv" for count in listed]
     return {"num_key_value_heads": max(listed, default=0), "layer_types": layers}
+
+
+def _delta(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, object]:
+    """Sizes of value heads, and which layers are Gated DeltaNet."""
+    heads, values = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
+    if values % heads:
+        raise ConfigError(f"{file.path.name} has {heads} value heads in {values} values")
+    listed = fields.sequence("attention.recurrent_layers")
+    period = fields.optional_integer("full_attention_interval") or 4
+    if listed is None:
+        listed = [(index + 1) % period != 0 for index in range(layers)]
+    kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in listed]
+    return {"linear_value_head_dim": values // heads, "layer_types": kinds[:layers]}
+
+
+def _chunks(fields: ConfigFields, layers: int) -> dict[str, object]:
+    """What llama.cpp knows of Llama 4: chunks and growing queries, unless a window of 0 says that
+    each layer has positions and sees all; norms of queries and keys but for 128 experts.
+    """
+    known: dict[str, object] = {"use_qk_norm": fields.value("expert_count") != _WITHOUT_NORMS}
+    if fields.value("attention.sliding_window") == 0:
+        known |= {"no_rope_layers": [1] * layers, "attention_chunk_size": None}
+    return known
+
+
+def _single_blocks(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, object]:
+    """What each layer is: attention where it has key heads, else a feed-forward part where it has a
+    width, and the sizes of these.
+    """
+    heads, widths = (
+        _by_layer(fields, name, layers)
+        for name in ("attention.head_count_kv", "feed_forward_length")
+    )
+    values, num_states = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
+    kinds = []
+    for layer, (count, width) in enumerate(zip(heads, widths, strict=True)):
+        is_mixture = f"blk.{layer}.ffn_gate_inp.weight" in file.tensors
+        feed_forward = "moe" if is_mixture else "mlp"
+        kinds.append("full_attention" if count else feed_forward if width else "linear_attention")
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads, default=0) or None,
+        "intermediate_size": max(widths, default=0) or None,
+        "mamba_head_dim": values // num_states,
+    }
+
+
+def _by_layer(fields: ConfigFields, name: str, layers: int) -> list[int]:
+    """A list with a number for each layer."""
+    listed = fields.sequence(name) or ()
+    numbers = [value for value in listed[:layers] if isinstance(value, int)]
+    if len(numbers) != layers:
+        raise ConfigError(f"{fields.source} has {name!r} of {len(numbers)} of {layers} layers")
+    return numbers
+
+
+def _has_part(file: GgufFile, part: str) -> bool:
+    return any(name.startswith("blk.") and name.endswith(f".{part}") for name in file.tensors)
 
 
 def _of_keys(fields: ConfigFields, keys: Mapping[str, str]) -> dict[str, object]:

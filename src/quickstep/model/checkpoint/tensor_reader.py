@@ -60,8 +60,9 @@ _RAW_DTYPES: Mapping[str, DType] = MappingProxyType(
 )
 
 
-# Of tensors that are not rounded to the model's dtype: a choice depends on small differences.
-_FLOAT32_NAMES = (".e_score_correction_bias",)
+# Of tensors that are not rounded to the model's dtype: a choice depends on small differences, and
+# rates of decay are exponentials of what was.
+_FLOAT32_NAMES = (".e_score_correction_bias", ".linear_attn.A")
 
 
 class TensorSource(Protocol):
@@ -145,7 +146,8 @@ class TensorReader:
             self._staged.fill_(raw[start:stop], partial(self._files.read_into, name))
             self._count(stop - start)
             start = stop
-        return raw.view(torch_dtype(stored_dtype)).view(shape).to(torch_dtype(self._dtype))
+        dtype = torch.float32 if names[0].endswith(_FLOAT32_NAMES) else torch_dtype(self._dtype)
+        return raw.view(torch_dtype(stored_dtype)).view(shape).to(dtype)
 
     def _as_model_dtype(self, stored: HostTensor, is_float32: bool) -> AnyTensor:
         """As a tensor of the model: in its dtype or in float32, on its device."""

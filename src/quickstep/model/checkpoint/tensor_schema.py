@@ -13,6 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import (
+    DELTA_PROJECTIONS,
+    FUSED_DELTA,
     GatedDelta,
     LatentSpec,
     LayerSpec,
@@ -29,11 +31,6 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
 
 STATE_MIXER = "linear_attn."
-# of Gated DeltaNet, in the order in which they are one matrix
-DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-
-FUSED_DELTA = ("in_proj_qkvz", "in_proj_ba")
-
 # The keys and values of all heads as products of a latent: in the model's dtype in every format.
 LATENT_HEADS = "kv_b_proj"
 
@@ -69,8 +66,13 @@ class LayerNorms(msgspec.Struct, frozen=True):
     post_feedforward_layernorm: str | None
 
 
-def layer_norms(spec: ModelSpec) -> LayerNorms:
-    """The norms of every layer. Note `post_attention_layernorm`: its place differs by family."""
+def layer_norms(spec: ModelSpec, layer: LayerSpec) -> LayerNorms:
+    """The norms of a layer. Note `post_attention_layernorm`: its place differs by family."""
+    if not layer.is_complete:
+        only = "norm"
+        return LayerNorms(
+            only if layer.has_mixer else None, None, only if layer.has_feed_forward else None, None
+        )
     if spec.norm_placement is NormPlacement.PRE:
         return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
     if spec.norm_placement is NormPlacement.PARALLEL:
@@ -115,14 +117,17 @@ def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     """The tensors of one layer."""
     start = f"{prefix}layers.{index}."
     layer, spec = spec.layers[index], spec.of_layer(index)
-    mixer = layer.state_mixer
-    of_mixer = _attention(spec, layer) if mixer is None else _state_mixer(mixer, spec)
-    relative = dict(of_mixer)
-    for name in _norm_names(spec, layer.sparse):
+    relative: Shapes = {}
+    if layer.has_attention:
+        relative.update(_attention(spec, layer))
+    if layer.state_mixer is not None:
+        relative.update(_state_mixer(layer.state_mixer, spec))
+    for name in _norm_names(spec, layer):
         relative[f"{name}.weight"] = (spec.hidden_size,)
         if spec.norm_bias:
             relative[f"{name}.bias"] = (spec.hidden_size,)
-    relative.update(_mlp(spec, layer.sparse))
+    if layer.has_feed_forward:
+        relative.update(_mlp(spec, layer.sparse))
     if spec.layer_inputs is not None:
         size, hidden = spec.layer_inputs.size, spec.hidden_size
         relative[f"{LAYER_INPUTS.gate}.weight"] = (size, hidden)
@@ -148,9 +153,11 @@ def _count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _norm_names(spec: ModelSpec, sparse: bool) -> list[str]:
-    norms = layer_norms(spec)
-    of_mixture = MIXTURE_NORMS if sparse and spec.moe is not None and spec.moe.with_mlp else ()
+def _norm_names(spec: ModelSpec, layer: LayerSpec) -> list[str]:
+    norms = layer_norms(spec, layer)
+    of_mixture = (
+        MIXTURE_NORMS if layer.sparse and spec.moe is not None and spec.moe.with_mlp else ()
+    )
     names = (
         norms.input_layernorm,
         norms.post_attention_layernorm,
@@ -192,7 +199,7 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]
         yield "self_attn.o_proj.bias", (hidden,)
     if spec.sinks:
         yield "self_attn.sinks", (spec.num_heads,)
-    if spec.qk_norm is not QKNorm.NONE:
+    if spec.qk_norm not in (QKNorm.NONE, QKNorm.UNWEIGHTED):
         size = spec.head_size
         of_queries, of_keys = {
             QKNorm.FULL: ((queries,), (keys,)),
@@ -207,10 +214,15 @@ def delta_projections(mixer: GatedDelta, naming: TensorNaming) -> tuple[tuple[st
     """The matrices that make a token's inputs of Gated DeltaNet, and their outputs, in the order in
     which they are one.
     """
-    if naming.fused_delta:
-        channels, values, heads, _ = mixer.parts
-        return tuple(zip(FUSED_DELTA, (channels + values, 2 * heads), strict=True))
-    return tuple(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+    channels, values, heads, _ = mixer.parts
+    sizes = dict(zip(DELTA_PROJECTIONS, mixer.parts, strict=True))
+    sizes |= dict(zip(FUSED_DELTA, (channels + values, 2 * heads), strict=True))
+    return tuple([(name, sizes[name]) for name in naming.delta])
+
+
+def decay_rates(naming: TensorNaming) -> str:
+    """The tensor of the rates with which states decay, or of their logarithms."""
+    return "A" if naming.stored_rates else "A_log"
 
 
 def _state_mixer(mixer: StateMixer, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
@@ -224,25 +236,25 @@ def _state_mixer(mixer: StateMixer, spec: ModelSpec) -> Iterator[tuple[str, Shap
         yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
         return
     if isinstance(mixer, Mamba2):
-        yield from _mamba(mixer, hidden)
+        yield from _mamba(mixer, hidden, spec.naming)
         return
     heads, values = mixer.num_value_heads, mixer.num_values
     for name, num_outputs in delta_projections(mixer, spec.naming):
         yield from _projection(f"{start}{name}", num_outputs, hidden, False)
     yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
-    yield f"{start}A_log", (heads,)
+    yield f"{start}{decay_rates(spec.naming)}", (heads,)
     yield f"{start}dt_bias", (heads,)
     yield f"{start}norm.weight", (mixer.value_size,)
     yield from _projection(f"{start}out_proj", hidden, values, False)
 
 
-def _mamba(mixer: Mamba2, hidden: int) -> Iterator[tuple[str, Shape]]:
+def _mamba(mixer: Mamba2, hidden: int, naming: TensorNaming) -> Iterator[tuple[str, Shape]]:
     start = STATE_MIXER
     yield from _projection(f"{start}in_proj", mixer.num_inputs, hidden, mixer.bias)
     yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
     if mixer.conv_bias:
         yield f"{start}conv1d.bias", (mixer.num_channels,)
-    for name in ("A_log", "dt_bias", "D"):
+    for name in (decay_rates(naming), "dt_bias", "D"):
         yield f"{start}{name}", (mixer.num_heads,)
     if mixer.has_norm:
         yield f"{start}norm.weight", (mixer.num_outputs,)
@@ -271,14 +283,16 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
         gate, up, down = naming.expert_parts
         width = spec.moe.intermediate_size
         projections = [(gate, width, hidden), (up, width, hidden), (down, hidden, width)]
-        if naming.fused_experts:
+        if naming.fused_experts and spec.gated:
             projections = [(gate, 2 * width, hidden), (down, hidden, width)]
+        elif not spec.gated:
+            projections = projections[1:]
         yield from _projection(naming.router, spec.moe.num_experts, hidden, spec.moe.biases)
         if spec.moe.selection_bias:
             row = (1,) if naming.bias_row else ()
             yield naming.selection_bias, (*row, spec.moe.num_experts)
         if spec.moe.shared_width:
-            yield from _shared_expert(naming, spec.moe.shared_width, hidden)
+            yield from _shared_expert(spec, spec.moe.shared_width)
         if spec.moe.shared_gate:
             yield shared_gate(spec), (1, hidden)
         for expert in range(spec.moe.num_experts):
@@ -302,16 +316,19 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
 
 
-def _shared_expert(naming: TensorNaming, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
-    parts = gate_up_parts(naming)
+def _shared_expert(spec: ModelSpec, width: int) -> Iterator[tuple[str, Shape]]:
+    naming, hidden, parts = spec.naming, spec.hidden_size, gate_up_parts(spec)
+    outputs = 2 * width if spec.gated else width
     for name in parts:
-        yield f"{naming.shared_expert}.{name}.weight", (2 * width // len(parts), hidden)
+        yield f"{naming.shared_expert}.{name}.weight", (outputs // len(parts), hidden)
     yield f"{naming.shared_expert}.down_proj.weight", (hidden, width)
 
 
-def gate_up_parts(naming: TensorNaming) -> tuple[str, ...]:
+def gate_up_parts(spec: ModelSpec) -> tuple[str, ...]:
     """The matrices of an MLP or of the expert of all tokens that make gate and up."""
-    return ("gate_up_proj",) if naming.fused_gate_up else ("gate_proj", "up_proj")
+    if not spec.gated:
+        return ("up_proj",)
+    return ("gate_up_proj",) if spec.naming.fused_gate_up else ("gate_proj", "up_proj")
 
 
 def _projection(module: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:

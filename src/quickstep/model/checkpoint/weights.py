@@ -28,14 +28,17 @@ from quickstep.model.checkpoint.safetensors_files import (
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import (
-    DELTA_PROJECTIONS,
-    FUSED_DELTA,
     LATENT_HEADS,
     Shapes,
     layer_tensors,
     outer_tensors,
 )
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import (
+    DELTA_PROJECTIONS,
+    FUSED_DELTA,
+    GGUF_DELTA,
+    ModelSpec,
+)
 from quickstep.model.formats.detect import (
     find_storage,
     quantization_config,
@@ -67,8 +70,7 @@ _STACKS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
-    DELTA_PROJECTIONS,
-    FUSED_DELTA,
+    (*DELTA_PROJECTIONS, *FUSED_DELTA),
 )
 
 
@@ -329,7 +331,7 @@ def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     config = read_quantization(Path(path), read_config(path))
     files = _renamed(open_checkpoint_files(path), spec.naming.renames)
     in_files = {name: tensor.shape for name, tensor in files.tensors.items()}
-    spec = as_stored(spec, in_files)
+    spec = _with_stored_delta(as_stored(spec, in_files), in_files)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
@@ -339,6 +341,14 @@ def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     experts = find_fused_experts(spec, quantization_config(config), in_files)
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
+
+
+def _with_stored_delta(spec: ModelSpec, shapes: Shapes) -> ModelSpec:
+    """The spec with the fused projections of Gated DeltaNet that older GGUF files have."""
+    is_fused = any(name.endswith(f".{FUSED_DELTA[0]}.weight") for name in shapes)
+    if spec.naming.delta != GGUF_DELTA or not is_fused:
+        return spec
+    return replace(spec, naming=replace(spec.naming, delta=FUSED_DELTA))
 
 
 def _renamed(files: TensorFiles, renames: Sequence[tuple[str, str]]) -> TensorFiles:

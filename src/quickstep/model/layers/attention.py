@@ -31,7 +31,9 @@ class Attention:
         self._rope = layer.rope
         self._query_rope = layer.rope if layer.query_rope is None else layer.query_rope
         self._interleaved = layer.rope is not None and spec.ropes[layer.rope].interleaved
-        self._params = AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
+        self._params = AttentionParams(
+            spec.attention_scale, layer.window, spec.attention_softcap, chunk=layer.chunk
+        )
 
     @property
     def kv_size(self) -> KVSize | None:
@@ -92,7 +94,7 @@ class Attention:
             q, k = self._norm_complete_qk(q, k)
         q = q.view(-1, own.num_heads, own.head_size)
         k, v = (part.view(-1, own.num_kv_heads, own.head_size) for part in (k, v))
-        if own.qk_norm in (QKNorm.HEAD, QKNorm.EACH_HEAD):
+        if own.qk_norm is not QKNorm.FULL and weights.q_norm is not None:
             q, k = self._norm_qk(q, k)
         if weights.v_norm is not None:
             v = self._ops.norm(v, weights.v_norm)

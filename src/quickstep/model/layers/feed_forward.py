@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
 from quickstep.model.decoder_weights import MixtureNorms, MLPWeights, MoEWeights
-from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.model.layers.layer_ops import LayerOps, scaled
 from quickstep.ops.table import ExpertLoRA, ExpertParts, LoRAMapping, RoutingRule
 
 if TYPE_CHECKING:
@@ -46,8 +46,12 @@ class MLP:
     def computed(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
         """Of x [T, hidden]."""
         ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
+        gate = spec.multipliers.gate
         if not spec.gated:
             x = ops.activation(ops.linear(x, weights.gate_up, Projection.GATE_UP, lora), None)
+        elif gate != 1.0:  # up has the factor too, until the product of both
+            gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
+            x = table.gated_activation(gate_up * gate, spec.activation) * (1.0 / gate)
         elif lora is None and table.gated_linear is not None:
             x = table.gated_linear(x, weights.gate_up, spec.activation)
         else:
@@ -55,7 +59,7 @@ class MLP:
             x = table.gated_activation(gate_up, spec.activation)
         x = ops.gather(x, self._width)
         x = ops.linear(x, weights.down_proj, Projection.DOWN_PROJ, lora)
-        return ops.gather(x, spec.hidden_size)
+        return scaled(ops.gather(x, spec.hidden_size), spec.multipliers.mlp)
 
 
 class MixtureOfExperts:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x times a number; x itself for 1."""
+    return x if factor == 1.0 else x * factor
+
+
 class LayerOps(msgspec.Struct, frozen=True):
     """What the parts of layer `index` compute with.
 

@@ -15,6 +15,7 @@ from quickstep.model.decoder_spec import KVSize, ModelSpec, NormPlacement, State
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    HybridWeights,
     LatentWeights,
     LayerWeights,
 )
@@ -24,7 +25,7 @@ from quickstep.model.layers.feed_forward import make_feed_forward
 from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
 from quickstep.model.layers.latent_attention import LatentAttention
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.model.layers.states import StateMixer
+from quickstep.model.layers.states import AttentionAndState, StateMixer
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import AnyTensor
@@ -32,9 +33,17 @@ from quickstep.ops.tensors import AnyTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Ops and weights of a layer, and the place of its tensors in a `KVCache`: among those of the layers
-# that keep something of each token, or among those that keep a state.
-MixerOf = Callable[[LayerOps, LayerWeights, int], Mixer]
+
+class CachePlaces(msgspec.Struct, frozen=True):
+    """Where a layer's tensors are in a `KVCache`: `kv` among those of layers that keep something of
+    each token, `state` among those that keep a state.
+    """
+
+    kv: int
+    state: int
+
+
+MixerOf = Callable[[LayerOps, LayerWeights, CachePlaces], Mixer | None]
 
 
 class ResidualStream(msgspec.Struct, frozen=True):
@@ -47,19 +56,22 @@ class ResidualStream(msgspec.Struct, frozen=True):
 
 
 class ResidualLayer:
-    """Norm, mixer, norm, feed-forward part, as the architecture places its norms."""
+    """Norm, mixer, norm, feed-forward part, as the architecture places its norms; or a norm and one
+    of them.
+    """
 
-    def __init__(self, ops: LayerOps, weights: LayerWeights, mixer: Mixer) -> None:
+    def __init__(self, ops: LayerOps, weights: LayerWeights, mixer: Mixer | None) -> None:
         self._ops = ops
         self._weights = weights
         self._mixer = mixer
-        self._feed_forward = make_feed_forward(ops, weights.mlp)
+        mlp = weights.mlp
+        self._feed_forward = None if mlp is None else make_feed_forward(ops, mlp)
         self._is_parallel = ops.spec.norm_placement is NormPlacement.PARALLEL
 
     @property
     def kv_size(self) -> KVSize | None:
         """What the mixer keeps."""
-        return self._mixer.kv_size
+        return None if self._mixer is None else self._mixer.kv_size
 
     def forward(
         self, stream: ResidualStream, step: LayerStep, emitting: EmittingTokens | None
@@ -67,10 +79,12 @@ class ResidualLayer:
         """`Layer.forward`. With `emitting`, the others stop where later tokens need no more of
         them: once the mixer has written.
         """
-        ops, weights = self._ops, self._weights
+        ops, weights, mixer = self._ops, self._weights, self._mixer
+        if mixer is None:
+            return self._without_mixer(stream, step, emitting)
         x, residual = _add_and_norm(ops, stream, weights.input_layernorm, weights.input_bias)
         layer_input, normed = residual, x
-        rows = self._mixer.write(x, step)
+        rows = mixer.write(x, step)
         if emitting is not None:
             rows = tuple([part[emitting.tokens] for part in rows])
             residual = residual[emitting.tokens]
@@ -78,7 +92,9 @@ class ResidualLayer:
             if not emitting.tokens.shape[0]:
                 return ResidualStream(residual), layer_input
             step = step.of(emitting)
-        delta = self._norm_output(self._mixer.read(rows, step), weights.post_attention_layernorm)
+        delta = self._norm_output(mixer.read(rows, step), weights.post_attention_layernorm)
+        if self._feed_forward is None:
+            return self._finished(residual, delta, step), layer_input
         if self._is_parallel:
             mlp = self._norm_output(self._feed_forward.forward(normed, step.lora, residual), None)
             return self._finished(residual, delta + mlp, step), layer_input
@@ -87,6 +103,21 @@ class ResidualLayer:
         x, residual = _add_and_norm(ops, stream, norm, bias)
         x = self._feed_forward.forward(x, step.lora, residual)
         delta = self._norm_output(x, weights.post_feedforward_layernorm)
+        return self._finished(residual, delta, step), layer_input
+
+    def _without_mixer(
+        self, stream: ResidualStream, step: LayerStep, emitting: EmittingTokens | None
+    ) -> tuple[ResidualStream, Tensor]:
+        assert self._feed_forward is not None, "a layer has one of the parts"
+        weights = self._weights
+        norm, bias = weights.pre_feedforward_layernorm, weights.feedforward_bias
+        x, residual = _add_and_norm(self._ops, stream, norm, bias)
+        layer_input = residual
+        if emitting is not None:
+            x, residual, step = x[emitting.tokens], residual[emitting.tokens], step.of(emitting)
+            if not emitting.tokens.shape[0]:
+                return ResidualStream(residual), layer_input
+        delta = self._norm_output(self._feed_forward.forward(x, step.lora, residual), None)
         return self._finished(residual, delta, step), layer_input
 
     def _finished(self, residual: Tensor, delta: Tensor, step: LayerStep) -> ResidualStream:
@@ -110,13 +141,19 @@ class ResidualLayer:
         return x if multiplier == 1.0 else x * multiplier
 
 
-def mixer_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
+def mixer_of(ops: LayerOps, weights: LayerWeights, places: CachePlaces) -> Mixer | None:
     """The mixer that a layer of a native architecture has weights of."""
-    if isinstance(weights.mixer, AttentionWeights):
-        return Attention(ops, weights.mixer, place)
-    if isinstance(weights.mixer, LatentWeights):
-        return LatentAttention(ops, weights.mixer, place)
-    return StateMixer(ops, weights.mixer, place)
+    mixer = weights.mixer
+    if mixer is None:
+        return None
+    if isinstance(mixer, AttentionWeights):
+        return Attention(ops, mixer, places.kv)
+    if isinstance(mixer, LatentWeights):
+        return LatentAttention(ops, mixer, places.kv)
+    if isinstance(mixer, HybridWeights):
+        attention = Attention(ops, mixer.attention, places.kv)
+        return AttentionAndState(ops, attention, StateMixer(ops, mixer.state, places.state))
+    return StateMixer(ops, mixer, places.state)
 
 
 def build_layers(
@@ -134,13 +171,12 @@ def build_layers(
     for index, layer in enumerate(weights.layers, first_layer):
         of_layer, kind = spec.of_layer(index), spec.layers[index]
         ops = LayerOps(table, of_layer, shard_spec(of_layer, shard), shard, index)
-        state_mixer = kind.state_mixer
-        place = len(places) if kind.kv_from is None else places[kind.kv_from]
-        place = place if state_mixer is None else len(states)
-        layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, place)))
+        kv_place = len(places) if kind.kv_from is None else places[kind.kv_from]
+        mixer = mixer_of(ops, layer, CachePlaces(kv_place, len(states)))
+        layers.append(ResidualLayer(ops, layer, mixer))
         if layers[-1].kv_size is not None:
-            places[index] = place
-        states += () if state_mixer is None else (state_mixer.kept,)
+            places[index] = kv_place
+        states += () if kind.state_mixer is None else (kind.state_mixer.kept,)
     outer = LayerOps(table, spec, shard_spec(spec, shard), shard, spec.num_layers)
 
     def end(stream: ResidualStream) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixers that keep a state of each sequence instead of something of each token."""
+"""Mixers that keep a state of each sequence, instead of something of each token or next to it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from quickstep.model.decoder_weights import (
     ShortConvLayerWeights,
     StateMixerWeights,
 )
+from quickstep.model.layers.attention import Attention
 from quickstep.model.layers.interface import LayerStep
-from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.model.layers.layer_ops import LayerOps, scaled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ class StateMixer:
         """Move the states of x's [T, hidden] rows on; return what is projected to the output."""
         assert step.state_rows is not None, "a model with states gets the rows' slots"
         table, weights = self._ops.table, self._weights
-        x = self._ops.linear(x, weights.in_proj, Projection.QKV, step.lora)
+        x = self._ops.linear(x, weights.in_proj, Projection.STATE_IN, step.lora)
         states, rows = step.kv.states[self._place], step.state_rows
         if isinstance(weights, ShortConvLayerWeights):
             short_conv = table.short_conv or _reference().short_conv
@@ -49,7 +50,35 @@ class StateMixer:
 
     def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """[T, hidden] of the rows."""
-        return self._ops.linear(rows[0], self._weights.out_proj, Projection.O_PROJ, step.lora)
+        return self._ops.linear(rows[0], self._weights.out_proj, Projection.STATE_OUT, step.lora)
+
+
+class AttentionAndState:
+    """A `Mixer`: attention and a state, of the same input, whose outputs are added (Falcon-H1)."""
+
+    def __init__(self, ops: LayerOps, attention: Attention, state: StateMixer) -> None:
+        self._multipliers = ops.spec.multipliers
+        self._attention = attention
+        self._state = state
+
+    @property
+    def kv_size(self) -> KVSize | None:
+        """What attention keeps."""
+        return self._attention.kv_size
+
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
+        """Those of attention, then that of the state."""
+        multipliers = self._multipliers
+        of_attention = self._attention.write(scaled(x, multipliers.attention_input), step)
+        return *of_attention, *self._state.write(scaled(x, multipliers.state_input), step)
+
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
+        """[T, hidden] of the rows."""
+        *of_attention, of_state = rows
+        attended = self._attention.read(tuple(of_attention), step)
+        mixed = self._state.read((of_state,), step)
+        multipliers = self._multipliers
+        return scaled(attended, multipliers.attention) + scaled(mixed, multipliers.state)
 
 
 def _reference() -> ModuleType:

@@ -169,7 +169,7 @@ class NativeAttention:
             block_size=layout.block_size,
             max_blocks=prepared.block_tables.shape[1],
             num_blocks=k_cache.shape[0],
-            window=params.window or 0,
+            window=params.kernel_window,
             scale=params.scale,
             softcap=params.softcap or 0.0,
             q=q.data_ptr(),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
-from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
+from quickstep.ops.native.library import EXPERT_ACTIVATIONS, raise_for_status
 from quickstep.ops.native.lora import PackedLoRA, lora_groups
 from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kernel_dtype
 from quickstep.ops.native.ranks import NativeRanks
@@ -78,6 +78,7 @@ class _ExpertsCall(ctypes.Structure):
         ("activation", c_int32),
         ("num_tokens", c_int64),
         ("per_token", c_int64),
+        ("weighs_inputs", c_int64),
         ("x_stride", c_int64),
         ("x", c_void_p),
         ("chosen", c_void_p),
@@ -205,7 +206,7 @@ class NativeExperts:
         packed = weights.data
         assert isinstance(packed, PackedExperts)
         groups = () if lora is None else lora.mapping.groups
-        is_native = packed.takes(x.dtype) and activation in ACTIVATIONS
+        is_native = packed.takes(x.dtype) and activation in EXPERT_ACTIVATIONS
         is_native &= parts is None or isinstance(parts.ranks, NativeRanks)
         if not is_native or not all(isinstance(one.data, PackedLoRA) for one, _ in groups):
             from quickstep.ops.reference.experts import experts
@@ -217,9 +218,10 @@ class NativeExperts:
         out = x.new_empty((x.shape[0], weights.down_proj[0].num_outputs))
         call = _ExpertsCall(
             dtype=kernel_dtype(x.dtype),
-            activation=ACTIVATIONS[activation],
+            activation=EXPERT_ACTIVATIONS[activation],
             num_tokens=x.shape[0],
             per_token=chosen.shape[1],
+            weighs_inputs=weights.weighs_inputs,
             x_stride=x.stride(0),
             x=x.data_ptr(),
             chosen=chosen.data_ptr(),

@@ -19,7 +19,13 @@ from msgspec.structs import replace
 
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
 from quickstep.ops.native.experts import MAX_PER_TOKEN, PackedExperts
-from quickstep.ops.native.library import ACTIVATIONS, UNGATED, OpKind, RowsOf
+from quickstep.ops.native.library import (
+    ACTIVATIONS,
+    EXPERT_ACTIVATIONS,
+    UNGATED,
+    OpKind,
+    RowsOf,
+)
 from quickstep.ops.native.packed import (
     PackedQuantized,
     PackedWeight,
@@ -628,7 +634,7 @@ class NativeRecorder:
             inputs,
             (out,),
             Numbers(
-                size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
+                size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.kernel_window),
                 stride=(q.stride(0), params.value_size or 0),
                 scalar=(params.scale, params.softcap or 0.0),
                 option=kv_dtype,
@@ -670,7 +676,7 @@ class NativeRecorder:
         packed = weights.data
         if not isinstance(packed, PackedExperts) or not packed.takes(x.dtype):
             raise NotCapturable("the experts have no native kernels for these activations")
-        if activation not in ACTIVATIONS:
+        if activation not in EXPERT_ACTIVATIONS:
             raise NotCapturable(f"there is no native {activation}")
         if lora is not None and lora.mapping is not self._mapping(x):
             raise NotCapturable("adapters of other tokens than the step's")
@@ -692,9 +698,9 @@ class NativeRecorder:
         out = self._tape.new(tail, x.dtype, self._tape.rows_of(x))
         first_module = -1 if lora is None else lora.first_module
         numbers = Numbers(
-            size=(chosen.shape[1], first_module, first_column),
+            size=(chosen.shape[1], first_module, first_column, int(weights.weighs_inputs)),
             stride=(x.stride(0),),
-            option=ACTIVATIONS[activation],
+            option=EXPERT_ACTIVATIONS[activation],
         )
         self._tape.record(OpKind.EXPERTS, x, inputs, (out,), numbers)
         return out
@@ -740,7 +746,7 @@ class NativeRecorder:
         sizes = key_size + (value_size << 32)
         numbers = Numbers(
             size=(weights.num_key_heads, num_heads, *states.shape, sizes),
-            stride=(x.stride(0),),
+            stride=(x.stride(0), weights.shared_stride),
             scalar=(weights.eps,),
             option=width,
         )

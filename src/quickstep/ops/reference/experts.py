@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quickstep.ops.reference import elementary
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows, sigmoid
 from quickstep.ops.reference.lora import among
 from quickstep.ops.table import (
+    WITHOUT_GATE,
     ExpertLoRA,
     ExpertParts,
     ExpertWeights,
@@ -108,8 +110,11 @@ def experts(
         adapters = None
         if lora is not None:
             adapters = (lora.first_module + 2 * index, among(lora.mapping, rows))
-        output = _expert(ops, matrices, x[rows], activation, adapters, parts)
-        expert_weight = of_rows[by_expert[start:stop]].unsqueeze(1)
+        expert_weight, inputs = of_rows[by_expert[start:stop]].unsqueeze(1), x[rows]
+        if weights.weighs_inputs:
+            inputs = (inputs.float() * expert_weight).to(x.dtype)
+            expert_weight = torch.ones_like(expert_weight)
+        output = _expert(ops, matrices, inputs, activation, adapters, parts)
         result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
         start = stop
     return result.to(x.dtype)
@@ -123,13 +128,16 @@ def _expert(
     lora: tuple[int, LoRAMapping] | None,
     parts: ExpertParts | None,
 ) -> Tensor:
-    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)); `lora` has the number of
-    its first matrix.
+    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)), or down_proj(act(up(x)));
+    `lora` has the number of its first matrix.
     """
     gate_up = ops.linear(x, weights[0])
     if lora is not None:
         ops.add_lora_(gate_up, x, *lora)
-    activated = ops.gated_activation(gate_up, activation)
+    if activation in WITHOUT_GATE:
+        activated = (ops.activation or elementary.activation)(gate_up, None, activation)
+    else:
+        activated = ops.gated_activation(gate_up, activation)
     if parts is not None:
         activated = parts.ranks.gather(activated, parts.own, weights[1].num_inputs)
     output = ops.linear(activated, weights[1])

@@ -63,14 +63,14 @@ def paged_attention(
     out = q.new_empty(*q.shape[:2], params.value_size or q.shape[2])
     caches = (to_torch(k_cache), None if v_cache is None else to_torch(v_cache))
     sinks = None if sinks is None else to_torch(sinks)
-    for group in _groups(q, caches[0], layout, params.window):
+    for group in _groups(q, caches[0], layout, params):
         attended = _attend(q[group.tokens], group, caches, layout, params, sinks)
         out[group.tokens] = attended.float().to(q.dtype)
     return out
 
 
 def _groups(
-    q: Tensor, k_cache: Tensor, layout: PagedLayout, window: int | None
+    q: Tensor, k_cache: Tensor, layout: PagedLayout, params: AttentionParams
 ) -> Iterator[_Group]:
     """Rows of one token together, by context length; longer rows separately, in runs of queries."""
     (num_heads, head_size), num_kv_heads = q.shape[1:], k_cache.shape[2]
@@ -84,7 +84,7 @@ def _groups(
     for rows in _batches(single, layout.context_lens, limit, num_heads):
         spans = [(layout.context_lens[row] - 1, layout.context_lens[row]) for row in rows]
         tokens = [[starts[row]] for row in rows]
-        yield _group(rows, tokens, spans, layout, window)
+        yield _group(rows, tokens, spans, layout, params)
     for row, length in enumerate(lengths):
         context_len = layout.context_lens[row]
         step = max(1, _SCORE_ELEMENTS // (num_heads * max(1, context_len)))
@@ -92,7 +92,7 @@ def _groups(
             stop = min(length, first + step)
             before = context_len - length
             tokens = [list(range(starts[row] + first, starts[row] + stop))]
-            yield _group([row], tokens, [(before + first, before + stop)], layout, window)
+            yield _group([row], tokens, [(before + first, before + stop)], layout, params)
 
 
 def _batches(
@@ -115,11 +115,11 @@ def _group(
     tokens: list[list[int]],
     spans: list[tuple[int, int]],
     layout: PagedLayout,
-    window: int | None,
+    params: AttentionParams,
 ) -> _Group:
     """`spans`: per row the positions [first, stop) of its queries."""
     device = layout.block_tables.device
-    first = 0 if window is None else max(0, min(first for first, _ in spans) - window + 1)
+    first = _first_visible(min(first for first, _ in spans), params)
     starts = range(first // _TILE * _TILE, max(stop for _, stop in spans), _TILE)
     row_index = torch.tensor(rows, device=device)
     tails = [(row, layout.tails[row]) for row in rows] if layout.tails else []
@@ -150,7 +150,7 @@ def _attend(
 
     slots = [_tile_slots(group, start, layout.block_size) for start in group.tile_starts]
     hidden = [
-        _hidden(positions, start, params.window).repeat(1, per_kv_head, 1).unsqueeze(1)
+        _hidden(positions, start, params).repeat(1, per_kv_head, 1).unsqueeze(1)
         for start in group.tile_starts
     ]  # per tile [G, 1, H / K * Q, L]
     scores = [
@@ -202,12 +202,21 @@ def _tile_slots(group: _Group, start: int, block_size: int) -> Tensor:
     return slots
 
 
-def _hidden(positions: Tensor, start: int, window: int | None) -> Tensor:
+def _first_visible(position: int, params: AttentionParams) -> int:
+    """The first key that a query at a position sees."""
+    if params.chunk is not None:
+        return position // params.chunk * params.chunk
+    return 0 if params.window is None else max(0, position - params.window + 1)
+
+
+def _hidden(positions: Tensor, start: int, params: AttentionParams) -> Tensor:
     """[G, Q, L], true where the query must not see the key."""
     keys = torch.arange(start, start + _TILE, device=positions.device)
     distance = positions.unsqueeze(-1) - keys
     hidden = distance < 0
-    return hidden if window is None else hidden | (distance >= window)
+    if params.chunk is not None:
+        return hidden | (distance > positions.unsqueeze(-1) % params.chunk)
+    return hidden if params.window is None else hidden | (distance >= params.window)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -164,7 +164,8 @@ def gated_delta(x: Tensor, weights: DeltaWeights, states: AnyTensor, rows: State
             mixed, state = _delta_token(window, tokens[index, channels:], weights, sizes, state)
             if index >= row.num_replayed:
                 place = row.tokens.start + index - row.num_replayed
-                out[place] = _normed(mixed, parts[1][place], weights).to(x.dtype)
+                normed = _normed(mixed, parts[1][place], weights)
+                out[place] = _placed(normed, weights).to(x.dtype)
             for slot in row.kept(index + 1):
                 newest = inputs[index + 1 : index + 1 + sizes.num_taps]
                 slot[:first] = torch.cat((newest.flatten(), state.flatten()))
@@ -205,6 +206,14 @@ def _normed(mixed: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
     normed = mixed * reciprocal_sqrt(mean + weights.eps) * to_torch(weights.norm).double()
     wide = z.double().view_as(mixed)
     return (normed * (wide * sigmoid(wide))).flatten().float()
+
+
+def _placed(normed: Tensor, weights: DeltaWeights) -> Tensor:
+    """The outputs of a token in the order of `DeltaWeights.tiled`."""
+    if not weights.tiled:
+        return normed
+    by_key = normed.view(weights.num_key_heads, -1, weights.norm.shape[0])
+    return by_key.transpose(0, 1).flatten()
 
 
 def mamba(x: Tensor, weights: MambaWeights, states: AnyTensor, rows: StateRows) -> Tensor:
@@ -254,7 +263,7 @@ def _mamba_token(
         part.view(weights.num_groups, num_state).repeat_interleave(heads // weights.num_groups, 0)
         for part in (keys, queries)
     )
-    biased = steps.double() + to_torch(weights.biases).double()
+    biased = steps.double() * weights.step_factor + to_torch(weights.biases).double()
     step = torch.nn.functional.softplus(biased, threshold=50)
     step = step.clamp(weights.least_step, weights.most_step)
     decay = torch.exp(to_torch(weights.rates).double() * step).view(-1, 1, 1)
@@ -266,7 +275,7 @@ def _mamba_token(
 
 def _normed_groups(mixed: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
     """The outputs of a token, gated and normed, [heads * P] float32."""
-    wide = z.double()
+    wide = z.double() * weights.gate_factor
     gated = mixed * (wide * sigmoid(wide))
     if weights.norm is None:
         return gated.float()

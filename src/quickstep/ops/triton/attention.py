@@ -953,7 +953,7 @@ def paged_attention(
     assert params.scale > 0  # the largest product has the largest score
     if num_tokens == 0:
         return torch.empty_like(q)
-    if not has_aligned_scales(keys):
+    if params.chunk is not None or not has_aligned_scales(keys):
         return _reference_attention(q, k_cache, v_cache, layout, params, sinks)
     launch = _launch_of(layout, q.dtype, num_heads, keys)
     lengths = layout.lengths

@@ -81,6 +81,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         route=route,
         experts=TritonExperts(lora),
         reads_lengths=True,
+        has_chunks=False,
         adapter_table=TritonAdapterTable,
         latent=None,
     )

@@ -18,10 +18,18 @@ import msgspec
 import torch
 import triton
 import triton.language as tl
+from msgspec.structs import replace
 from torch import Tensor
 
-from quickstep.ops.table import ExpertLoRA, ExpertParts, ExpertWeights, Routing
+from quickstep.ops.table import (
+    WITHOUT_GATE,
+    ExpertLoRA,
+    ExpertParts,
+    ExpertWeights,
+    Routing,
+)
 from quickstep.ops.triton.elementary import activated, check_activation, gated_activation
+from quickstep.ops.triton.elementary import activation as ungated_activation
 from quickstep.ops.triton.float8_linear import (
     Float8Weight,
     float8_tile,
@@ -616,7 +624,11 @@ class TritonExperts:
         assert parts is None, "a GPU's ranks compute the experts one by one"
         packed = weights.data
         assert isinstance(packed, _PackedExperts)
-        check_activation(activation)
+        if weights.weighs_inputs:
+            return self._of_weighted(x, routing, weights, activation, lora)
+        has_gate = activation not in WITHOUT_GATE
+        if has_gate:
+            check_activation(activation)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         num_tokens, num_columns = out.shape
         if num_tokens == 0:
@@ -625,14 +637,20 @@ class TritonExperts:
         num_experts, plan = len(weights.gate_up), routing.plan
         if not isinstance(plan, RoutingPlan):
             plan = plan_of(chosen, num_experts)
-        if lora is not None and self._lora.changes_experts(
+        is_changed = lora is not None and self._lora.changes_experts(
             lora.first_module, num_experts, lora.mapping
-        ):
+        )
+        if is_changed or not has_gate:
             gate_up = _product(x, packed.gate_up, plan, per_token, gather=True)
-            self._lora.add_expert_lora_(
-                gate_up, x, chosen, lora.first_module, num_experts, lora.mapping
+            if is_changed and lora is not None:
+                self._lora.add_expert_lora_(
+                    gate_up, x, chosen, lora.first_module, num_experts, lora.mapping
+                )
+            middle = (
+                gated_activation(gate_up, activation)
+                if has_gate
+                else ungated_activation(gate_up, None, activation)
             )
-            middle = gated_activation(gate_up, activation)
         else:
             middle = _product(
                 x, packed.gate_up, plan, per_token, gather=True, activation=activation
@@ -654,3 +672,28 @@ class TritonExperts:
             enable_fp_fusion=False,
         )
         return out
+
+    def _of_weighted(
+        self,
+        x: Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        activation: str,
+        lora: ExpertLoRA | None,
+    ) -> Tensor:
+        """Each expert of a token reads a token of its own, weighted; their outputs are added in the
+        order of the experts.
+        """
+        num_tokens, per_token = routing.chosen.shape
+        order = routing.chosen.argsort(dim=1)
+        chosen = routing.chosen.gather(1, order).view(-1, 1)
+        factors = routing.weights.gather(1, order).view(-1, 1)
+        rows = (x.repeat_interleave(per_token, 0).float() * factors).to(x.dtype)
+        assert lora is None or per_token == 1, "adapters are of a step's tokens"
+        plain, ones = replace(weights, weighs_inputs=False), torch.ones_like(factors)
+        outputs = self(rows, Routing(chosen, ones), plain, activation, lora)
+        total = outputs.view(num_tokens, per_token, -1).float()
+        result = total[:, 0]
+        for column in range(1, per_token):
+            result = result + total[:, column]
+        return result.to(x.dtype)
