@@ -1,5 +1,6 @@
 # docker build -t quickstep .
 # docker run --rm -p 8000:8000 -e QUICKSTEP_API_KEY=SECRET quickstep      the bundled model
+# With `--read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges` only /cache and /tmp can be written.
 # docker run --rm -p 8000:8000 -v ~/.cache/huggingface:/cache quickstep serve --host 0.0.0.0 Qwen/Qwen2.5-0.5B-Instruct
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -7,8 +8,10 @@ COPY . /source
 RUN pip wheel --no-deps --wheel-dir /wheels /source
 
 FROM python:3.12-slim
+COPY deploy/container-requirements.txt /wheels/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r /wheels/container-requirements.txt
 COPY --from=build /wheels /wheels
-# EXTRAS="[torch]" adds PyTorch: GPUs, mixtures of experts, GGUF and other quantized checkpoints.
+# EXTRAS="[torch]" adds PyTorch, which is not pinned: GPUs and other models than the native kernels run.
 ARG EXTRAS=""
 RUN wheel=$(ls /wheels/*.whl) && pip install --no-cache-dir "${wheel}${EXTRAS}" && rm -r /wheels \
     && useradd --create-home --uid 1000 quickstep && mkdir /cache && chown quickstep /cache

@@ -29,7 +29,7 @@ DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
 
-.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format fuzz bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -46,6 +46,8 @@ help:
 	@echo "make page         test the page at / in chromium"
 	@echo "make verify       check that requests give the same bits in any batch"
 	@echo "make fuzz         read CHECKPOINTS=10000 with mistakes in any place, from SEED=1"
+	@echo "make faults       plant faults by hand and see which tests find them, an hour"
+	@echo "make sanitize     the tests of csrc/ with sanitizers of addresses and threads, an hour"
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
 	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
 	@echo "make bench        measure the speed of this machine"
@@ -111,6 +113,16 @@ $(DOCS)/.ready: docs/requirements.txt
 # Checkpoints with mistakes in any place: each loads, or is refused in one sentence. 5 minutes.
 fuzz: $(READY)
 	$(BIN)/python tests/support/mutated_files.py $(or $(CHECKPOINTS),10000) $(or $(SEED),1)
+
+# Faults of tools/planted_faults.toml, each in a copy of the tree: which test finds it? An hour on two
+# cores; `make faults FAULTS="costs-rounded-down"` plants some, FAULTS=--resume continues.
+faults: $(READY)
+	$(BIN)/python tools/plant_faults.py $(FAULTS)
+
+# AddressSanitizer and UndefinedBehaviorSanitizer over tests/native, ThreadSanitizer over the thread
+# pool; `make sanitize SANITIZERS=thread` takes one of them.
+sanitize: $(READY)
+	$(BIN)/python tools/sanitize.py $(SANITIZERS)
 
 # Two real public models, SmolLM2 and Gemma 3 270M: likelihoods and texts against transformers on the same
 # file, dequantized, and against llama.cpp, where `python -m benchmarks.real` has set it up; and what users

@@ -23,6 +23,7 @@ enum qs_status {
   QS_OUT_OF_RANGE = 4,      // a token id or slot outside its table
   QS_UNREADABLE = 5,        // a file could not be read, or ended too early
   QS_PEER_LOST = 6,         // another rank of the model is lost
+  QS_UNSUPPORTED_PIECES = 7,  // a vocabulary that qs_pieces does not read
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
@@ -46,6 +47,7 @@ typedef struct qs_lora qs_lora;        // a LoRA adapter
 typedef struct qs_group qs_group;      // the ranks of a model
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 typedef struct qs_text qs_text;        // tokens, and where each pair of them occurs
+typedef struct qs_pieces qs_pieces;    // a SentencePiece vocabulary
 
 QS_API int qs_abi_version(void);
 
@@ -883,6 +885,35 @@ typedef struct qs_suffix_call {
 } qs_suffix_call;
 
 QS_API int qs_suffix_propose(const qs_suffix_call* call);
+
+// Passes texts that a GGUF file lists, each its size in 8 bytes and UTF-8: how many of `count` end
+// within the content, and where the last of these ends.
+QS_API int64_t qs_skip_texts(const uint8_t* content, int64_t num_bytes, int64_t count,
+                             int64_t* end);
+
+// Tokenizing with the pieces of a GGUF file (quickstep/text/sentence_pieces.py). Any number of
+// threads may read a vocabulary at a time.
+typedef struct qs_pieces_call {
+  const uint8_t* texts;       // as qs_skip_texts has them
+  int64_t num_bytes;
+  int64_t num_tokens;
+  const float* scores;        // [num_tokens]
+  const int32_t* kinds;       // [num_tokens], tokenizer.ggml.token_type
+  int64_t adds_space;         // 1: a text gets a space in front, and after each added token
+} qs_pieces_call;
+
+// QS_UNSUPPORTED_PIECES if a text is there twice, is empty, above 4,096 bytes or no UTF-8, a byte
+// has no piece, or a score is not finite.
+QS_API int qs_pieces_create(const qs_pieces_call* call, qs_pieces** out);
+QS_API void qs_pieces_destroy(qs_pieces* pieces);
+// The UTF-8 of all tokens, and where each one starts; the last of num_tokens + 1 is the end. Both
+// live as long as the vocabulary.
+QS_API const uint8_t* qs_pieces_texts(const qs_pieces* pieces, const int64_t** starts);
+QS_API int32_t qs_pieces_find(const qs_pieces* pieces, const uint8_t* text, int64_t num_bytes);
+// `num_ids` gets how many ids the text has; they are written if that is at most `capacity`. At most
+// 2^28 bytes of UTF-8.
+QS_API int qs_pieces_encode(const qs_pieces* pieces, const uint8_t* text, int64_t num_bytes,
+                            int32_t* ids, int64_t capacity, int64_t* num_ids);
 
 // Measuring the machine. The library reads no clock here: the caller times the calls.
 

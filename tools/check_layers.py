@@ -58,7 +58,7 @@ FOUNDATION = {
 }
 # Packages that may import only some of the layers below them, or some modules of these.
 ONLY = {
-    "text": FOUNDATION | {"model.checkpoint", "runtime.sampling"},
+    "text": FOUNDATION | {"model.checkpoint", "ops.native.pieces", "runtime.sampling"},
     "runtime": FOUNDATION | {"core.drafts.choice", "ops", "model"},
     "model": FOUNDATION | {"ops"},
     "ops": FOUNDATION,

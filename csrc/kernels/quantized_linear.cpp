@@ -198,7 +198,11 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
       args.w = w + p * outputs * kStepInputs;
       args.c = sums + p * outputs;  // both kinds of sums have 4 bytes
       set_fetch(problem, sweep, tile - sweep.tiles.begin, args);
-      if (num_parts > kPanelParts) args.fetch += p * kPieceBytes / num_parts;  // of each piece
+      if (num_parts > kPanelParts) {
+        args.fetch += p * kPieceBytes / num_parts;  // of each piece
+      } else if (!problem.direct && sweep.tiles.size() == 1) {
+        args.fetch += p * kPartBytes;  // of each step: a part fetches as much as it reads
+      }
       run(args);
     }
     if (!last) continue;

@@ -3,7 +3,7 @@
 //
 //   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
 //             4 bits, and 1 row x 4 panels: 4 streams of memory a thread
-//   AVX2      2 x 4 vectors (half a panel)
+//   AVX2      2 x 4 vectors (half a panel), and 1 row x half of 2 panels: 2 streams
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
 //
@@ -52,7 +52,8 @@ QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_toke
 
 // Panels that a tile of `rows` runs at once.
 constexpr int max_quantized_panels(int rows) {
-  if (kPanelParts > 1) return 1;
+  if (kPanelParts > 2) return 1;
+  if (kPanelParts == 2) return rows == 1 ? 2 : 1;
   return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 

@@ -7,7 +7,7 @@ and is not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 # Read by our own code.
@@ -51,6 +51,19 @@ SECRETS = frozenset(
         "OTEL_EXPORTER_OTLP_HEADERS",
     }
 )
+
+# Secrets of a server: its child processes do not need them. `HF_TOKEN` is for those that load.
+OF_SERVERS = SECRETS - {"HF_TOKEN"}
+
+
+def of_children(environ: Mapping[str, str], hidden: Collection[str] = ()) -> dict[str, str]:
+    """The environment for child processes: without the secrets of servers, and without `hidden`."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in OF_SERVERS and name not in hidden
+    }
+
 
 # Definitions for CMake when it is built: `pip install -C cmake.define.NAME=VALUE .`
 WHEN_BUILDING: Mapping[str, str] = MappingProxyType(

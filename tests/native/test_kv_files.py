@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
-from quickstep.core.resources.kv_tiers import KVTiers, RestorePiece, TierBlock
+from quickstep.core.resources.kv_tiers import KVTiers, RestorePiece, SaveOrder, Span, TierBlock
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
 from quickstep.engine.kv_files import directory as directory_module
 from quickstep.engine.kv_files.directory import KVDirectory
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, EngineError
 from quickstep.types import Delta, Request, SamplingParams, SequenceTimings
 
 PROMPT = tuple(range(20, 450))
@@ -163,6 +163,37 @@ def test_a_changed_file_is_a_miss_with_the_same_bits(tmp_path: Path) -> None:
     assert timings_of(stored(tmp_path)).num_restored_tokens == 0
     again = stored(tmp_path)
     assert timings_of(again).num_restored_tokens == NUM_BLOCKS * 16, "it was written again"
+
+
+@pytest.mark.parametrize("other", [("model", 8), ("other", 8), ("other", 4), ("model", 4)])
+def test_a_file_of_another_model_or_form_is_not_read(
+    tmp_path: Path, other: tuple[str, int]
+) -> None:
+    """Wherever it was copied to, before the start or while the engine runs."""
+    own = ("model", 8)
+    writer, reader = (
+        KVDirectory.open(tmp_path / "a", *own),
+        KVDirectory.open(tmp_path / "b", *other),
+    )
+    block = TierBlock(b"digest", b"identity")
+    order = SaveOrder(Span("span", 0, (block.digest,)), (block,), (3,), ())
+    writer.write(order, [[b"12345678"]])
+    place = bytearray(other[1])
+    piece = RestorePiece("span", 0, (block,), (5,))
+    (path,) = writer.path.glob("*.kv")
+    copied = reader.path / path.name
+    copied.write_bytes(path.read_bytes())
+    if other == own:
+        reader.read(piece, [[memoryview(place)]])
+        assert bytes(place) == b"12345678"
+        assert [span.name for span in reader.spans()] == ["span"]
+    else:
+        with pytest.raises(EngineError):
+            reader.read(piece, [[memoryview(place)]])
+        assert not any(place)
+        assert reader.spans() == [] and not copied.exists()
+    writer.close()
+    reader.close()
 
 
 def test_a_block_that_changes_while_the_engine_runs_is_forgotten(tmp_path: Path) -> None:

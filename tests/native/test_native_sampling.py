@@ -174,6 +174,28 @@ def test_a_grammars_mask_is_numpys(mask, seed, temperature):
     assert_same_draws(rows_of("normal", 1, vocab, seed, 2.0), [state])
 
 
+@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_forced_token_has_its_own_logprobs(temperature, num_top):
+    """Not those of the token that was sampled before the grammar replaced it."""
+    vocab, forced = 130, 77
+    sampling = SamplingParams(
+        temperature=temperature, logprobs=num_top, logprob_token_ids=(5, forced)
+    )
+    state = state_of(sampling, vocab, 3)
+    state._grammar = FixedMask(b"\xff" * 17, vocab, forced)
+    state._always_adjusts = True
+    logits = rows_of("normal", 1, vocab, 11, 2.0)
+    assert_same_draws(logits, [state])
+    (found,) = NativeSampler(TABLES[0].steps.sampler(vocab)).sample(logits, [state])
+    row = logits[0].double()
+    logprob = float(row[forced] - row.logsumexp(0))
+    assert (found.token_id, found.logprobs.token_id) == (forced, forced)
+    assert found.logprobs.logprob == pytest.approx(logprob, abs=1e-9)
+    assert found.logprobs.rank == 1 + int((row > row[forced]).sum())
+    assert dict(found.logprobs.top)[forced] == pytest.approx(logprob, abs=1e-9)
+
+
 def test_the_special_filters_are_numpys_too():
     vocab = 300
     samplings = [

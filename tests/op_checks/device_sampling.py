@@ -174,13 +174,9 @@ def grammar_masks_and_bans_that_yield_are_applied(device):
 
 
 def tokens_that_a_grammar_forces_have_their_own_logprobs(device):
-    class Forcing(FixedMask):
-        def forced_token(self, token_id):
-            return 5
-
     vocab = 100
     state = state_of(SamplingParams(logprobs=3, logprob_token_ids=(9, 4)), vocab, 1)
-    state._grammar, state._always_adjusts = Forcing(b"\xff" * 13, vocab), True
+    state._grammar, state._always_adjusts = FixedMask(b"\xff" * 13, vocab, 5), True
     [found] = assert_same_samples(rows_of("normal", 1, vocab, 3, 2.0), [state], device)
     assert found.token_id == found.logprobs.token_id == 5
 

@@ -85,12 +85,14 @@ EVERY_CHANGE = [
 
 
 class FixedMask:
-    """A grammar whose mask is given; shorter or longer than the vocabulary."""
+    """A grammar whose mask is given; shorter or longer than the vocabulary. With `forced` it takes
+    no other token, as at the end of its limit.
+    """
 
     failure = ""
 
-    def __init__(self, mask, vocab):
-        self._mask, self._vocab = mask, vocab
+    def __init__(self, mask, vocab, forced=None):
+        self._mask, self._vocab, self._forced = mask, vocab, forced
 
     def allowed_bits(self):
         return bits_of_bytes(self._mask, self._vocab)
@@ -100,4 +102,4 @@ class FixedMask:
         return place < len(self._mask) and bool(self._mask[place] >> (token_id % 8) & 1)
 
     def forced_token(self, token_id):
-        return token_id
+        return token_id if self._forced is None else self._forced

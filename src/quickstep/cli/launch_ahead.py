@@ -8,14 +8,20 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from quickstep.environment import OF_LIBRARIES
 
 if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
 
-# A secret of the server, which the engine's process does not need.
 KEY_VARIABLE = "QUICKSTEP_API_KEY"
+# The names of variables with the keys of upstreams, in a `--config` file.
+_KEY_ENV = re.compile(rb"""key_env["']?\s*:\s*["']?(\w+)""")
 _INFORMATION_FLAGS = frozenset(("-h", "--help", "--version"))
 # Of a server without an engine of its own.
 _ENGINES_FLAGS = frozenset(("--engines", "--data-parallel-backend", "-dpb"))
@@ -33,4 +39,18 @@ def launch_ahead(arguments: Sequence[str]) -> Launched | None:
         return None
     from quickstep.engine.remote.launch import launch
 
-    return launch(hidden=(KEY_VARIABLE,))
+    return launch(hidden=_upstream_keys(arguments))
+
+
+def _upstream_keys(arguments: Sequence[str]) -> frozenset[str]:
+    """The variables of the `--config` files whose values are keys of upstreams; reading the files
+    as YAML would take longer. One that a library reads, as `HF_TOKEN`, is not only a key.
+    """
+    found: set[str] = set()
+    for argument, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        name, equals, value = argument.partition("=")
+        if name == "--config":
+            with suppress(OSError):  # the parser says what is wrong
+                content = Path(value if equals else following).read_bytes()
+                found.update(key.decode("ascii", "replace") for key in _KEY_ENV.findall(content))
+    return frozenset(found - OF_LIBRARIES.keys())

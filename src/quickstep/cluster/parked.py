@@ -83,7 +83,9 @@ class ParkedRequests:
             first_token_s = None  # it was accepted with that deadline, or the other comes first
         wait_s = timeout_s if first_token_s is None else first_token_s
         if wait_s is not None:
-            left_s = (request.received_s or 0.0) + wait_s - self._clock()
+            left_s = wait_s
+            if not request.is_continuation:  # which has the time that is left
+                left_s = (request.received_s or 0.0) + wait_s - self._clock()
             self._timers[request.request_id] = asyncio.get_running_loop().call_later(
                 max(0.0, left_s), self._expire, lost, first_token_s
             )

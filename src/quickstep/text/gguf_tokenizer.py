@@ -2,7 +2,8 @@
 
 `tokenizer.ggml.model` is `gpt2` (byte-level BPE, whose split has the name `tokenizer.ggml.pre`),
 `llama` (SentencePiece BPE, whose merges are computed from the pieces' scores), `bert` (WordPiece)
-or `t5` (Unigram, as T5 and XLM-R have it). Called by `Tokenizer.open` and
+or `t5` (Unigram, as T5 and XLM-R have it). SentencePiece's takes the `tokenizers` library seconds
+to build, so `sentence_pieces` tokenizes for it where it can. Called by `Tokenizer.open` and
 `chat_template.find_templates`, which import it for GGUF files only. A tokenizer with an unknown
 split is refused by name, because it would split text differently from its training.
 """
@@ -28,8 +29,10 @@ from tokenizers import (
 from tokenizers import Tokenizer as Library
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.gguf_file import open_gguf
+from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
+from quickstep.ops.native.pieces import NativePieces
 from quickstep.text.gguf_splits import SPLITS
+from quickstep.text.sentence_pieces import SentencePieces
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -55,12 +58,42 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     Raises:
         ConfigError: The file has none, or one of a kind that is not supported.
     """
-    metadata = open_gguf(path, with_texts=True).metadata
-    values = {
-        key.removeprefix(_PREFIX): value
-        for key, value in metadata.items()
-        if key.startswith(_PREFIX)
-    }
+    return _native_tokenizer(path) or build_gguf_tokenizer(path)
+
+
+def _native_tokenizer(path: Path) -> GgufTokenizer | None:
+    """A vocabulary of SentencePiece, tokenized by native code; None where that does not read it."""
+    file = open_gguf(path)
+    values, listed = _values(file), file.text_lists.get(f"{_PREFIX}tokens")
+    scores, kinds = values.get("scores"), values.get("token_type")
+    if values.get("model") != "llama" or listed is None:
+        return None
+    if not _are_numbers(scores, listed.count) or not _are_numbers(kinds, listed.count):
+        return None
+    texts = file.header[listed.start : listed.end]
+    tokens = NativePieces.open(texts, scores, kinds, _adds_space(values))
+    if tokens is None:
+        return None
+    before, after = _framed(values, tokens, adds_bos=True, adds_eos=False)
+    normalizer, decoder = _sentence_piece_steps(values)
+    library = SentencePieces(
+        tokens,
+        special_ids=_ids_of(kinds, _CONTROL),
+        user_defined_ids=_ids_of(kinds, _USER_DEFINED),
+        before=[token_id for _, token_id in before],
+        after=[token_id for _, token_id in after],
+        normalizer=normalizer,
+        decoder=decoder,
+        build=lambda: build_gguf_tokenizer(path).library,
+    )
+    found = (tokens.find(text) for text in _ENDS)
+    ends = {i for i in found if i is not None and kinds[i] == _CONTROL}
+    return GgufTokenizer(library, _named_ends(values, tokens) | ends, _named(values, tokens))
+
+
+def build_gguf_tokenizer(path: Path) -> GgufTokenizer:
+    """The tokenizer of a GGUF file in the `tokenizers` library. Raises ConfigError."""
+    values = _values(open_gguf(path, with_texts=True))
     tokens, kind = values.get("tokens"), values.get("model")
     if not _are_texts(tokens):
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
@@ -84,7 +117,8 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         _frame_word_pieces(library, values, tokens)
     else:
         _frame(library, values, tokens, adds_bos, with_pairs=kind == "t5")
-    return GgufTokenizer(library, _ends(values, tokens, kinds), _special_tokens(values, tokens))
+    ends = {i for i, kind in enumerate(kinds) if kind == _CONTROL and tokens[i] in _ENDS}
+    return GgufTokenizer(library, _named_ends(values, tokens) | ends, _named(values, tokens))
 
 
 def gguf_templates(path: Path) -> dict[str, str]:
@@ -96,6 +130,18 @@ def gguf_templates(path: Path) -> dict[str, str]:
         elif key.startswith(f"{_TEMPLATE}."):
             found[key.removeprefix(f"{_TEMPLATE}.")] = str(value)
     return found
+
+
+def _values(file: GgufFile) -> dict[str, object]:
+    return {
+        key.removeprefix(_PREFIX): value
+        for key, value in file.metadata.items()
+        if key.startswith(_PREFIX)
+    }
+
+
+def _are_numbers(value: object, count: int) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple) and len(value) == count
 
 
 def _are_texts(value: object) -> TypeGuard[tuple[str, ...]]:
@@ -142,15 +188,22 @@ def _sentence_piece(
             byte_fallback=True,
         )
     )
+    library.normalizer, library.decoder = _sentence_piece_steps(values)
+    return library, True
+
+
+def _sentence_piece_steps(values: Mapping[str, object]) -> tuple[Any, Any]:
+    """Normalizer and decoder."""
     spaces = normalizers.Replace(" ", "▁")
     pieces: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if values.get("add_space_prefix", True):
-        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-        pieces.append(decoders.Strip(" ", 1, 0))
-    else:
-        library.normalizer = spaces
-    library.decoder = decoders.Sequence(pieces)
-    return library, True
+    if not _adds_space(values):
+        return spaces, decoders.Sequence(pieces)
+    pieces.append(decoders.Strip(" ", 1, 0))
+    return normalizers.Sequence([normalizers.Prepend("▁"), spaces]), decoders.Sequence(pieces)
+
+
+def _adds_space(values: Mapping[str, object]) -> bool:
+    return bool(values.get("add_space_prefix", True))
 
 
 def _word_piece(
@@ -267,20 +320,38 @@ def _frame(
     """Set the post-processor, which adds beginning and end tokens as the file specifies; pairs are
     those of XLM-R, or of T5 without a beginning.
     """
-    bos, eos = (_token_id(values, name, tokens) for name in ("bos", "eos"))
-    with_bos = bool(values.get("add_bos_token", adds_bos)) and bos is not None
-    with_eos = bool(values.get("add_eos_token", with_pairs)) and eos is not None
-    if not with_bos and not with_eos:
+    before, after = _framed(values, tokens, adds_bos, adds_eos=with_pairs)
+    if not before and not after:
         return
-    before = [(tokens[bos], bos)] if with_bos and bos is not None else []
-    after = [(tokens[eos], eos)] if with_eos and eos is not None else []
     first, end = [text for text, _ in before], [text for text, _ in after]
-    between = [*end, *end] if with_bos else end
+    between = [*end, *end] if before else end
     library.post_processor = processors.TemplateProcessing(
         single=[*first, "$A", *end],
         pair=[*first, "$A", *between, "$B", *end] if with_pairs else None,
         special_tokens=list(dict([*before, *after]).items()),
     )
+
+
+def _ids_of(kinds: Sequence[int], wanted: int) -> list[int]:
+    """The tokens of a kind; a vocabulary has hundreds of thousands of others."""
+    return list(itertools.compress(itertools.count(), map(wanted.__eq__, kinds)))
+
+
+def _framed(
+    values: Mapping[str, object],
+    tokens: Sequence[str] | NativePieces,
+    adds_bos: bool,
+    adds_eos: bool,
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """The tokens before and after a text, each with its id; the arguments for a file that does not
+    say it.
+    """
+    bos, eos = (_token_id(values, name, tokens) for name in ("bos", "eos"))
+    with_bos = bool(values.get("add_bos_token", adds_bos)) and bos is not None
+    with_eos = bool(values.get("add_eos_token", adds_eos)) and eos is not None
+    before = [(tokens[bos], bos)] if with_bos and bos is not None else []
+    after = [(tokens[eos], eos)] if with_eos and eos is not None else []
+    return before, after
 
 
 def _frame_word_pieces(
@@ -303,21 +374,23 @@ def _frame_word_pieces(
     )
 
 
-def _token_id(values: Mapping[str, object], name: str, tokens: Sequence[str]) -> int | None:
+def _token_id(
+    values: Mapping[str, object], name: str, tokens: Sequence[str] | NativePieces
+) -> int | None:
     value = values.get(f"{name}_token_id")
     return value if isinstance(value, int) and 0 <= value < len(tokens) else None
 
 
-def _ends(
-    values: Mapping[str, object], tokens: Sequence[str], kinds: Sequence[int]
+def _named_ends(
+    values: Mapping[str, object], tokens: Sequence[str] | NativePieces
 ) -> frozenset[int]:
+    """The tokens that the file says end an answer."""
     named = (_token_id(values, name, tokens) for name in ("eos", "eot", "eom"))
-    ids = {token_id for token_id in named if token_id is not None}
-    control = (i for i, kind in enumerate(kinds) if kind == _CONTROL)
-    return frozenset(ids | {i for i in control if tokens[i] in _ENDS})
+    return frozenset(token_id for token_id in named if token_id is not None)
 
 
-def _special_tokens(values: Mapping[str, object], tokens: Sequence[str]) -> dict[str, str]:
+def _named(values: Mapping[str, object], tokens: Sequence[str] | NativePieces) -> dict[str, str]:
+    """`bos_token` and others, which chat templates use."""
     names = {"unknown": "unk", "padding": "pad"}
     found = {}
     for name in _NAMED:

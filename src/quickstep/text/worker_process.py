@@ -14,6 +14,7 @@ import time
 import weakref
 from typing import IO
 
+from quickstep.environment import of_children
 from quickstep.errors import EngineError
 
 _LENGTH_BYTES = 4
@@ -39,7 +40,7 @@ class WorkerProcess:
                 [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**of_children(os.environ), "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         except OSError as error:
             raise EngineError(f"the process {arguments[0]} cannot be started: {error}") from error

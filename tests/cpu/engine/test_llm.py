@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
@@ -232,6 +233,19 @@ def test_nothing_is_printed_where_standard_error_is_no_terminal(llm, capfd):
 def test_an_unknown_option_names_the_nearest(checkpoint):
     with pytest.raises(ConfigError, match="max_num_seqs"):
         LLM(str(checkpoint), max_num_seq=3)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_opening_leaves_garbage_collection_as_it_was(llm, tmp_path, collects):
+    assert gc.isenabled()  # `llm` is open
+    if not collects:
+        gc.disable()
+    try:
+        with pytest.raises(ConfigError):
+            LLM(str(tmp_path))
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_a_closed_llm_says_so(checkpoint):

@@ -23,6 +23,7 @@ from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.noise import gumbel
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, sample
 from quickstep.runtime.sampling.state import SamplingState
+from quickstep.runtime.slots import Slot
 from quickstep.runtime.speculation.proposer import (
     DraftTask,
     DraftTree,
@@ -37,6 +38,7 @@ from quickstep.runtime.speculation.trees import (
     likeliest_tree,
     tree_admission,
 )
+from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
 
 VOCAB_SIZE = 50
@@ -144,6 +146,21 @@ def test_tokens_are_compared_along_a_path() -> None:
     assert compare(tree, (9,)) == (0, True)
     assert compare((5, 6), (5, 7)) == (1, True)
     assert compare((), (5,)) == (0, False)
+
+
+@pytest.mark.parametrize("by_rejection", [False, True])
+@pytest.mark.parametrize("first", [5, 6])
+def test_a_draft_is_accepted_on_the_path_of_the_text_only(first: int, by_rejection: bool) -> None:
+    """The same token follows both of the first drafts, with logits of its own."""
+    vocab = 10
+    slot = Slot(Admission(0, "r#0", (1,), 1, SamplingParams(temperature=0.0), 3), vocab)
+    row = EmittingRow(0, slot, slot.state, 0, (5, 6, 7, 7), (0, 0, 1, 2))
+    logits = np.zeros((5, vocab), np.float32)
+    for node, token_id in enumerate((first, 7, 7, 8, 9)):
+        logits[node, token_id] = 50.0
+    sample_rows(sample, HostTensor(logits, FLOAT32), [row], by_rejection)
+    assert [found.token_id for found in row.samples] == [first, 7, 8 if first == 5 else 9]
+    assert row.computed == ([0, 1, 3] if first == 5 else [0, 2, 4])
 
 
 def test_kv_is_moved_in_all_layers_in_the_order_of_the_pairs() -> None:

@@ -31,6 +31,36 @@ def preempted_world() -> World:
     return world
 
 
+def test_rejected_drafts_have_their_part_of_each_step() -> None:
+    world = World(Setup(max_drafts=3, prefix_caching=False, pipeline_depth=1, max_num_seqs=1))
+    world.add(ask("a", PROMPT, 20))
+    finish(world)
+    rejected_s = [
+        record.seconds * (record.num_drafts - record.num_accepted) / (1 + record.num_drafts)
+        for record in world.records
+    ]
+    totals, timings = world.scheduler.stats().totals, world.received["a#0"].timings
+    assert timings is not None
+    assert totals.num_drafts > totals.num_accepted
+    assert timings.rejected_s == pytest.approx(sum(rejected_s))
+    assert totals.rejected_s == pytest.approx(sum(rejected_s))
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 6])
+def test_an_aborted_sequence_is_charged_what_it_has_used(num_steps: int) -> None:
+    """Its prompt, and each decode step that was committed."""
+    world = World(Setup(max_num_seqs=2, prefix_caching=False))
+    world.add(ask("a", PROMPT, 12))
+    for _ in range(num_steps):
+        world.plan()
+        world.commit()
+    (output,) = world.scheduler.abort("a", world.now)
+    assert output.timings is not None
+    busy_s = sum(record.seconds for record in world.records)
+    assert output.timings.device_s == pytest.approx(busy_s, rel=1e-9)
+    assert busy_s > 0.0
+
+
 def test_what_is_computed_again_after_a_preemption_is_not_the_sequences_own_time() -> None:
     world = preempted_world()
     one, other = (world.received[name].timings for name in ("a#0", "b#0"))

@@ -116,6 +116,20 @@ def test_the_wait_of_a_request_counts_from_when_the_server_received_it() -> None
     assert timings.queue_s == pytest.approx(0.9999)
 
 
+@pytest.mark.parametrize("resumed", [(), (Resumed(0, (1, 0)),)])
+def test_a_deadline_counts_from_when_the_server_received_the_request(
+    resumed: tuple[Resumed, ...],
+) -> None:
+    """Also on the engine that continues it: its time limit does not begin again there."""
+    scheduler = World(Setup()).scheduler
+    request = ask("a", max_tokens=40, timeout_s=10.0)
+    scheduler.add(msgspec.structs.replace(request, received_s=91.0, resumed=resumed), 100.0)
+    assert scheduler.wakeup(100.0) == 101.0
+    assert scheduler.expire(100.99) == ()
+    (output,) = scheduler.expire(101.0)
+    assert output.finish_reason is FinishReason.DEADLINE
+
+
 @pytest.mark.parametrize("max_waiting", [None, 1, 2])
 def test_what_continues_an_accepted_request_passes_no_limit_and_keeps_its_place(
     max_waiting: int | None,

@@ -30,14 +30,21 @@ PROMPT = tuple(range(10, 29))  # four complete blocks
 class Driver:
     """A scheduler whose steps all sample the token 7."""
 
-    def __init__(self, num_blocks: int = 24, max_num_batched_tokens: int = 64) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        max_num_batched_tokens: int = 64,
+        pipeline_depth: int = 1,
+        prefix_caching: bool = True,
+    ) -> None:
         config = SchedulerConfig(
             max_num_seqs=4,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=32,
+            pipeline_depth=pipeline_depth,
             transfers_kv=True,
         )
-        self.pool = KVBlockPool(num_blocks, BLOCK)
+        self.pool = KVBlockPool(num_blocks, BLOCK, prefix_caching)
         self.scheduler = Scheduler(config, self.pool, make_policy(config), LinearCostModel())
         assert self.scheduler.transfers is not None
         self.transfers: KVTransfers = self.scheduler.transfers
@@ -102,6 +109,23 @@ def test_a_request_that_ends_before_its_prompt_ends_its_transfer() -> None:
     for order in (offer, blocks, end):
         driver.transfers.sent(order)
     assert driver.pool.stats().num_used == 0
+
+
+def test_a_row_of_before_a_preemption_sends_no_blocks() -> None:
+    """The sequence has others by now, which no step has written yet."""
+    driver = Driver(max_num_batched_tokens=8, pipeline_depth=2, prefix_caching=False)
+    scheduler = driver.scheduler
+    scheduler.add(request("r", handover=WHERE), 0.0)
+    before = scheduler.plan(0.0)
+    (sequence,) = scheduler._requests["r"]
+    scheduler._preempt(sequence, 0.0)
+    after = scheduler.plan(0.0)
+    assert before is not None and after is not None
+    assert before.rows[0].start == after.rows[0].start == 0
+    for plan, num_blocks in ((before, 0), (after, 2)):
+        scheduler.commit(plan, StepResult(plan.step_id, (RowOutput(()),), 0.01), 0.01)
+        ordered = [order.block_ids for order in driver.transfers.take_orders()]
+        assert sum(map(len, ordered)) == num_blocks
 
 
 def continued(name: str = "r") -> Request:

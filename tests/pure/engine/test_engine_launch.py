@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,45 @@ def test_a_launched_process_speaks_over_its_connection_and_leaves_with_it():
     assert launched.connection.recv(2) == b"up"
     launched.connection.close()
     assert launched.process.wait(30) == 3
+
+
+# a worker that sends its environment
+_TELLS = (
+    sys.executable,
+    "-c",
+    "import json, os, socket, sys; end = socket.socket(fileno=int(sys.argv[1])); "
+    "end.sendall(json.dumps(dict(os.environ)).encode()); end.close()",
+)
+_ROUTES = """
+routes:
+  small: [{upstream: "http://127.0.0.1:1/v1", model: m, key_env: FLOW_KEY}]
+  large:
+    - upstream: http://127.0.0.1:1/v1
+      model: m
+      "key_env": 'BLOCK_KEY'
+    - {upstream: "http://127.0.0.1:2/v1", model: m, key_env: HF_TOKEN}
+"""
+
+
+@pytest.mark.parametrize("form", ["--config={}", "--config {}"])
+def test_a_worker_gets_no_secret_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+):
+    file = tmp_path / "config.yaml"
+    file.write_text(_ROUTES)
+    monkeypatch.setattr("quickstep.engine.remote.launch.launch.__defaults__", (_TELLS, (), ()))
+    secrets = ("QUICKSTEP_API_KEY", "QUICKSTEP_ENGINE_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS")
+    for name in (*secrets, "FLOW_KEY", "BLOCK_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, f"value of {name}")
+    launched = launch_ahead(["serve", "demo", *form.format(file).split()])
+    assert launched is not None
+    content = b""
+    while chunk := launched.connection.recv(1 << 16):
+        content += chunk
+    launched.end()
+    environ = json.loads(content)
+    assert environ["HF_TOKEN"] == "value of HF_TOKEN", "the engine may download"
+    assert not {*secrets, "FLOW_KEY", "BLOCK_KEY"} & environ.keys()
 
 
 def test_ending_it_twice_is_ending_it():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+from msgspec.structs import replace
+
+from quickstep.cluster.parked import ParkedRequests
+from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.streams import LostRequest, RemoteStreams
 from quickstep.engine.stream import Stream
 from quickstep.types import Delta, FinishReason, Request, Resumed, SamplingParams
@@ -87,3 +92,36 @@ def test_a_request_that_was_lost_twice_keeps_what_came_before() -> None:
     again = handed_over(first.request, False, Delta(0, "b", (8,)))
     assert again.request.resumed == (Resumed(0, (7, 8)), Resumed(1))
     assert (first.num_moves, again.num_moves) == (1, 1)
+
+
+@pytest.mark.parametrize("resumed", [(), (Resumed(0, (7,)), Resumed(1))])
+def test_a_request_without_an_engine_ends_when_its_own_time_is_over(
+    resumed: tuple[Resumed, ...],
+) -> None:
+    """Which began when the server received it, and not when its engine ended."""
+
+    async def ends(request: Request) -> list[FinishReason | None]:
+        parked = ParkedRequests(StepLog(), None, lambda: 1000.0)
+        stream = Stream(request, Owner())
+        parked.add(LostRequest(stream, request, "fingerprint"))
+        async with asyncio.timeout(60):
+            found = [delta.finish_reason async for delta in stream]
+        assert not len(parked)
+        return found
+
+    request = replace(REQUEST, timeout_s=900.0, received_s=100.0, resumed=resumed)
+    assert asyncio.run(ends(request)) == [FinishReason.DEADLINE] * 2
+
+
+def test_a_continuation_without_an_engine_has_the_time_that_is_left() -> None:
+    async def is_parked(request: Request) -> bool:
+        parked = ParkedRequests(StepLog(), None, lambda: 1000.0)
+        parked.add(LostRequest(Stream(request, Owner()), request, "fingerprint"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        found = request.request_id in parked
+        parked.remove(request.request_id)
+        return found
+
+    beam = replace(REQUEST, timeout_s=900.0, received_s=0.0, is_continuation=True)
+    assert asyncio.run(is_parked(beam))

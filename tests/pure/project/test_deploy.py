@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 import write_metrics_reference
 import yaml
 from check_docs import help_of
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from quickstep.environment import OF_LIBRARIES, OWN
 
@@ -24,7 +28,15 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = [ROOT / "compose.yaml", *sorted(DEPLOY.glob("compose*.yaml"))]
 TEXTS = [path for path in sorted(DEPLOY.rglob("*")) if path.is_file()]
 # Flags of other programs in deploy/.
-FOREIGN_FLAGS = {"--from-literal", "--set", "--install", "--system", "--home-dir", "--now"}
+FOREIGN_FLAGS = {
+    "--from-literal",
+    "--hash",
+    "--home-dir",
+    "--install",
+    "--now",
+    "--set",
+    "--system",
+}
 
 
 def documents(path: Path) -> list[Any]:
@@ -120,6 +132,35 @@ def test_a_server_in_compose_connects_to_the_engines_there(path: Path) -> None:
                 assert hosts == [name for name in content["services"] if "engine" in name]
         for volume in service.get("volumes", ()):
             assert volume.split(":")[0] in content["volumes"]
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_a_service_of_compose_writes_to_its_volumes_only_and_has_no_rights(path: Path) -> None:
+    (content,) = documents(path)
+    for service in content["services"].values():
+        assert service["read_only"] is True
+        assert (service["tmpfs"], service["cap_drop"]) == (["/tmp"], ["ALL"])
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["volumes"] == ["cache:/cache"]
+
+
+def test_the_container_installs_each_package_by_its_hash_and_runs_as_a_user() -> None:
+    pinned: dict[str, Version] = {}
+    text = (DEPLOY / "container-requirements.txt").read_text("utf-8").replace("\\\n", "")
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            requirement, *hashes = line.split()
+            assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", digest) for digest in hashes)
+            assert hashes
+            name, _, version = requirement.partition("==")
+            pinned[canonicalize_name(name)] = Version(version)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for text in project["dependencies"]:
+        requirement = Requirement(text)
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier
+    lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+    assert any("--require-hashes -r /wheels/container-requirements.txt" in line for line in lines)
+    assert lines.index("USER 1000") < lines.index('ENTRYPOINT ["quickstep"]')
 
 
 def test_the_dashboard_shows_replicas_and_their_moves() -> None:

@@ -1,4 +1,7 @@
-"""The checks of `make check` are tested too: faults planted in a module's text have to be found."""
+"""The checks of `make check` are tested too: faults planted in a module's text have to be found.
+
+And `make faults` can plant all of its faults.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 
 import check_defaults
 import check_layers
+import plant_faults
 import pytest
 
 from quickstep.config import CacheConfig, EngineConfig
@@ -75,3 +79,45 @@ def test_a_listed_module_without_such_imports_is_named() -> None:
     listed = "ops/resolve.py"
     faults = list(check_layers.late_faults({listed: ast.parse("import json")}))
     assert any(f"{listed} imports nothing inside functions" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("name", plant_faults.read_faults())
+def test_a_fault_can_be_planted(name: str) -> None:
+    fault = plant_faults.read_faults()[name]
+    source = (plant_faults.ROOT / fault.path).read_text(encoding="utf-8")
+    planted = fault.planted(source)
+    assert planted != source
+    if not fault.is_native:
+        compile(planted, fault.file, "exec")
+    assert fault.effect.endswith(".")
+    for suite in fault.suites:
+        assert (plant_faults.ROOT / "tests" / suite).is_file(), suite
+
+
+def test_a_text_that_is_not_there_once_is_no_fault() -> None:
+    fault = plant_faults.Fault("area", "core/step.py", "one", "two", "It shows.", ())
+    for source in ("", "one one"):
+        with pytest.raises(ValueError, match="not once"):
+            fault.planted(source)
+
+
+def test_the_table_of_faults_names_what_found_them() -> None:
+    faults = {
+        name: plant_faults.Fault(area, "f.py", "a", "b", "It shows.", ())
+        for name, area in (("one", "pool"), ("two", "ledger"), ("three", "pool"))
+    }
+    outcomes = [
+        plant_faults.Outcome("two", "not found", 3.6),
+        plant_faults.Outcome("three", "pure/test_x.py::test_y[a|b]", 1.2),
+        plant_faults.Outcome("one", "pure/test_x.py", 0.4),
+        plant_faults.Outcome("gone", "pure/test_x.py", 0.4),  # of an earlier list
+    ]
+    assert plant_faults.table(faults, outcomes).splitlines() == [
+        "2 of 3 faults are found.",
+        "",
+        "| area | fault | what a user would see | found by | s |",
+        "|---|---|---|---|---:|",
+        "| pool | three | It shows. | `pure/test_x.py::test_y[a\\|b]` | 1 |",
+        "| pool | one | It shows. | `pure/test_x.py` | 0 |",
+        "| ledger | two | It shows. | **not found** | 4 |",
+    ]

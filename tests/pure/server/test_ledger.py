@@ -216,6 +216,33 @@ def test_rows_are_kept_while_the_file_is_locked(
     assert usage_totals(path)[0].num_sequences == 1
 
 
+def test_rows_that_come_while_commits_fail_are_all_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows before, between and after failed commits: two with one number would be one row."""
+    monkeypatch.setattr("quickstep.server.usage.ledger._BUSY_S", 0.001)
+    path = tmp_path / "usage.db"
+    ledger = Ledger(path, commit_every_s=0.001)
+    ledger.open()
+    ledger.add(ROW)
+    deadline = time.monotonic() + 30
+    while usage_totals(path)[0].num_sequences < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for number in range(1, 4):
+            ledger.add(replace(ROW, num_output_tokens=10**number))
+            while f"{number} rows cannot be written" not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        other.execute("ROLLBACK")
+    ledger.add(replace(ROW, num_output_tokens=10**4))
+    ledger.close()
+    (totals,) = usage_totals(path)
+    assert (totals.num_sequences, totals.num_output_tokens) == (5, ROW.num_output_tokens + 11110)
+
+
 @pytest.mark.parametrize("bad", [{"device_ns": 2**63}, {"request_id": "\ud800"}])
 def test_a_row_that_cannot_be_stored_takes_no_other_with_it(
     tmp_path: Path, bad: dict[str, int | str]

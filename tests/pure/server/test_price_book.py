@@ -1,5 +1,6 @@
 """Prices: the file, which entry a price comes from, and both costs of a usage."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,31 @@ def test_a_usage_has_a_cost_by_tokens_and_one_by_device_seconds() -> None:
 
 
 @given(
+    *[st.integers(0, 10**6)] * 3,
+    st.floats(0.0, 1e3),
+    *[st.sampled_from((0.0, 0.0375, 0.15, 0.6, 1.1, 7.0))] * 4,
+)
+def test_costs_are_rounded_to_the_nearest_unit(
+    new: int,
+    cached: int,
+    num_outputs: int,
+    device_s: float,
+    input_: float,
+    cached_input: float,
+    output: float,
+    per_hour: float,
+) -> None:
+    """Neither up nor down: over many requests the roundings even out."""
+    usage = SequenceUsage(new + cached, cached, num_outputs, device_s)
+    both = cost(usage, Price(input_, cached_input, output, per_hour))
+    thousandths = new * Fraction(input_) + cached * Fraction(cached_input)
+    exact = 1000 * (thousandths + num_outputs * Fraction(output))
+    assert abs(both.by_tokens_nusd - exact) <= Fraction(1, 2) + exact / 10**12
+    exact = 10**9 * Fraction(device_s) * Fraction(per_hour) / 3600
+    assert abs(both.by_device_nusd - exact) <= Fraction(1, 2) + exact / 10**12
+
+
+@given(
     st.lists(st.tuples(*[st.integers(0, 10**6)] * 3), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
 )
@@ -99,7 +125,17 @@ def test_a_prompt_counts_once_for_its_sequences_and_only_if_it_was_computed() ->
     assert sequence_usage(FinishReason.ABORTED, queued, pays_prompt=True) == SequenceUsage()
 
 
-@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.SHUTDOWN])
+FREE = (FinishReason.ERROR, FinishReason.SHUTDOWN)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in FinishReason if reason not in FREE])
+def test_however_else_a_sequence_ends_its_tokens_are_paid(reason: FinishReason) -> None:
+    """Also if its client ends it, or its time is over: it has the text so far."""
+    usage = sequence_usage(reason, TIMINGS, pays_prompt=True)
+    assert usage == SequenceUsage(100, 40, 7, 0.25)
+
+
+@pytest.mark.parametrize("reason", FREE)
 def test_what_the_server_failed_to_finish_costs_device_time_only(reason: FinishReason) -> None:
     assert sequence_usage(reason, TIMINGS, pays_prompt=True) == SequenceUsage(device_s=0.25)
 

@@ -335,6 +335,19 @@ def test_what_is_next_to_a_reference_in_a_circle_is_part_of_its_target():
     assert merged["additionalProperties"]["anyOf"][-1] == reference
 
 
+@pytest.mark.parametrize("form", ["sibling", "allOf"])
+def test_a_reference_in_a_circle_keeps_what_is_next_to_it(form):
+    tree = {"type": "object", "additionalProperties": {"$ref": "#/$defs/t"}}
+    reference = {"$ref": "#/$defs/t"}
+    bound = {"minProperties": 1}
+    place = {**reference, **bound} if form == "sibling" else {"allOf": [reference], **bound}
+    found = for_llguidance({"$defs": {"t": tree}, "properties": {"a": place}}, False, True).schema
+    merged = found["$defs"][found["properties"]["a"]["$ref"].removeprefix("#/$defs/")]
+    assert merged["minProperties"] == 1
+    assert merged["additionalProperties"] == reference
+    assert "minProperties" not in found["$defs"]["t"]
+
+
 def test_an_id_that_is_a_fragment_does_not_move_the_root():
     two = {"$id": "#/properties/a", "const": 2}
     schema = {"properties": {"a": two}, "not": {"$ref": "#/properties/a"}}

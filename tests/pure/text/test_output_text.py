@@ -68,6 +68,21 @@ def test_groups_of_tokens_give_what_single_tokens_give(
     assert deliver(groups, sampling, stopped) == deliver(single, sampling, stopped)
 
 
+@given(cuts=st.sets(st.integers(1, 7)), min_tokens=st.integers(0, 8))
+def test_a_stop_counts_from_the_token_with_which_there_are_enough(cuts, min_tokens):
+    """One that is complete before is plain text, however the tokens come."""
+    sampling = SamplingParams(stop=("a",), min_tokens=min_tokens, max_tokens=8)
+    places = [0, *sorted(cuts), 8]
+    groups = [tuple(b"babbabab"[start:end]) for start, end in pairwise(places)]
+    shown, tokens, reason, stop = deliver(groups, sampling, stopped=False)
+    end = next((at for at in (1, 4, 6) if at + 1 >= min_tokens), None)
+    if end is None:
+        assert (shown, reason, stop) == ("babbabab", FinishReason.MAX_TOKENS, None)
+    else:
+        assert (shown, reason, stop) == ("babbabab"[:end], FinishReason.STOP_STRING, "a")
+        assert len(tokens) == end + 1
+
+
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.sampled_from(LETTERS), min_size=1, max_size=10))
 def test_without_stops_the_text_is_the_whole_decode(tokens):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import httpx
 import pytest
 import scripted_worker
 from live_server import live_server_of
+from msgspec.structs import replace
 from remote_run import DEADLINE_S, LONG, QUICK, ask, ends, is_alive, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError
 from quickstep.server.options import ServerOptions
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Request, Resumed, SamplingParams
 
 STALL_S = 3.0
 
@@ -84,6 +86,42 @@ def test_a_deadline_holds_though_the_engine_says_nothing(tmp_path: Path) -> None
         assert await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
         await until(lambda: engine.stats().scheduler.blocks.num_used == 0)
         assert engine.stats().num_restarts == 0
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_deadline_does_not_begin_again_on_another_engine(
+    tmp_path: Path, is_resumed: bool
+) -> None:
+    """A request that has waited for this engine ends when its own time is over, although the engine
+    says nothing.
+    """
+
+    async def test(engine: RemoteEngine) -> None:
+        process_id = stopped(engine)
+        received_s = time.monotonic() - 10 * DEADLINE_S
+        request = Request("r", (97,), LONG, timeout_s=10 * DEADLINE_S, received_s=received_s)
+        if is_resumed:
+            request = replace(request, resumed=(Resumed(0, (98,)),))
+        stream = engine.stream(request)
+        await stream.accepted()
+        assert [reason for reason, _ in await ends(stream)] == [FinishReason.DEADLINE]
+        os.kill(process_id, signal.SIGCONT)
+
+    run(tmp_path, test)
+
+
+def test_a_continuation_has_the_time_that_is_left(tmp_path: Path) -> None:
+    """A beam's, which is not counted from when the search was received."""
+
+    async def test(engine: RemoteEngine) -> None:
+        received_s = time.monotonic() - 10 * DEADLINE_S
+        request = Request("r", (97,), SamplingParams(max_tokens=5), timeout_s=DEADLINE_S)
+        request = replace(request, received_s=received_s, is_continuation=True)
+        assert [reason for reason, _ in await ends(engine.stream(request))] == [
+            FinishReason.MAX_TOKENS
+        ]
 
     run(tmp_path, test)
 

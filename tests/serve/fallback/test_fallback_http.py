@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -245,31 +246,37 @@ def test_invalid_body_is_not_sent_to_an_upstream() -> None:
 
 
 LONG = json.dumps(ANSWER).encode()
+SAID = b'{"error": {"message": "sk-secret is no key of ours"}}'  # for operators only, if at all
 FAILURES: dict[str, bytes | None] = {
     "hangs": None,
-    "500": response(b"{}", "500 No"),
+    "500": response(SAID, "500 No"),
+    "401": response(SAID, "401 No"),
+    "503": response(SAID, "503 No"),
     "shorter than it says": response(LONG)[:-9],
     "longer than it says": response(LONG).replace(str(len(LONG)).encode(), b"20"),
     "no json": response(b"<html>"),
-    "no choices": response(b'{"error": {"message": "sk-secret"}}'),
+    "no choices": response(SAID),
     "closes early": b"",
     "drips": b"HTTP/1.1 200 OK\r\ncontent-le",
     "redirects": response(b"", "302 Found", more="location: http://127.0.0.1:1/\r\n"),
     "too long": response(LONG).replace(b"content-length: ", b"content-length: 99999"),
-    "429": response(b"{}", "429 Slow", more="retry-after: 7\r\n"),
+    "429": response(SAID, "429 Slow", more="retry-after: 7\r\n"),
     "no http": b"SSH-2.0-x\r\n\r\n",
 }
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("way", FAILURES)
-def test_failed_upstream_ends_in_503(way: str, is_stream: bool) -> None:
+def test_failed_upstream_ends_in_503(
+    way: str, is_stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
     double = UpstreamDouble(FAILURES[way])
 
     async def use(client: httpx.AsyncClient, engines: list[FakeEngine]) -> None:
         answer = await post(client, stream=is_stream, timeout_s=0.3)
         assert answer.status_code == 503, answer.text
-        assert "sk-secret" not in answer.text
+        assert "sk-secret" not in answer.text + caplog.text
         assert int(answer.headers["retry-after"]) == (7 if way == "429" else 1)
 
     through(double, use)

@@ -699,7 +699,8 @@ class RemoteEngine:
             raise refusal from error
         if request.timeout_s is not None:
             loop = asyncio.get_running_loop()
-            since_s = request.received_s if request.resumed else None
+            # a continuation has the time that is left
+            since_s = None if request.is_continuation else request.received_s
             waited_s = 0.0 if since_s is None else self._clock() - since_s
             wait_s = max(0.0, request.timeout_s - waited_s) + _DEADLINE_MARGIN_S
             timer = loop.call_later(wait_s, self._expire, request.request_id)

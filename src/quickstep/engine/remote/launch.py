@@ -14,11 +14,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import msgspec
 
+from quickstep.environment import of_children
 from quickstep.errors import EngineError
 
 # -P: do not import modules from the working directory
@@ -62,19 +63,21 @@ class Launched(msgspec.Struct):
 
 
 def launch(
-    command: Sequence[str] = WORKER_COMMAND, hidden: Sequence[str] = (), shared: Sequence[int] = ()
+    command: Sequence[str] = WORKER_COMMAND,
+    hidden: Collection[str] = (),
+    shared: Sequence[int] = (),
 ) -> Launched:
     """Start `command` with its end of a connection and our process id as arguments.
 
-    The environment variables that `hidden` names are not passed on. It inherits the descriptors
-    `shared`.
+    Secrets of servers, and the environment variables that `hidden` names, are not passed on. It
+    inherits the descriptors `shared`.
 
     Raises:
         EngineError: The process cannot be started.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        kept = {name: value for name, value in os.environ.items() if name not in hidden}
+        kept = of_children(os.environ, hidden)
         environment = {**_ENVIRONMENT, **kept, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
             process = subprocess.Popen(

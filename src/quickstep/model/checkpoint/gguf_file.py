@@ -22,6 +22,7 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_names import gguf_parts
 from quickstep.model.checkpoint.safetensors_files import StoredTensor
+from quickstep.ops.native.pieces import skip_texts
 
 # type -> (elements, bytes) of a block
 BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -71,16 +72,28 @@ _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 256  # of a tensor; ggml's own limit is 64
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _SPLIT_TENSORS = "split.tensors.count"
+_MANY = 1000  # texts: fewer are not worth a call
 _SETTLED_NS = 2_000_000_000
 
 
+class TextList(msgspec.Struct, frozen=True):
+    """Texts from `start` to `end` of the header, each its size in 8 bytes and UTF-8."""
+
+    count: int
+    start: int
+    end: int
+
+
 class GgufFile(msgspec.Struct, frozen=True):
-    """One file's metadata (lists of text only with `with_texts`) and tensors by their own names."""
+    """One file's metadata and tensors by their own names. Lists of text are in `metadata` with
+    `with_texts`, else in `text_lists`, unread.
+    """
 
     path: Path
     metadata: Mapping[str, object]
     tensors: Mapping[str, StoredTensor]
     header: bytes
+    text_lists: Mapping[str, TextList] = MappingProxyType({})
 
 
 def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
@@ -131,7 +144,8 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
             f"{first.path} and its other parts hold {len(tensors)} tensors, its header says {total}"
         )
     header = b"".join(part.header for part in parts)
-    return GgufFile(first.path, first.metadata, MappingProxyType(tensors), header)
+    tensors_of_all = MappingProxyType(tensors)
+    return GgufFile(first.path, first.metadata, tensors_of_all, header, first.text_lists)
 
 
 def _header_of(path: Path) -> GgufFile:
@@ -187,12 +201,15 @@ class _Header:
             )
         num_tensors, num_pairs = self._int("Q"), self._int("Q")
         metadata: dict[str, object] = {}
+        text_lists: dict[str, TextList] = {}
         for _ in range(num_pairs):
             key = self._text()
             value = self._value(self._int("I"))
-            if key in metadata:
+            if key in metadata or key in text_lists:
                 raise ValueError(f"it has the metadata {key!r:.80} twice")
-            if value is not None:
+            if isinstance(value, TextList):
+                text_lists[key] = value
+            else:
                 metadata[key] = value
         described = [self._tensor() for _ in range(num_tensors)]
         header = bytes(self._content[: self._at])
@@ -205,7 +222,8 @@ class _Header:
             if entry[0] in tensors:
                 raise ValueError(f"it has the tensor {entry[0]!r} twice")
             tensors[entry[0]] = self._stored(entry, start)
-        return GgufFile(self._path, MappingProxyType(metadata), MappingProxyType(tensors), header)
+        found = MappingProxyType(metadata), MappingProxyType(tensors)
+        return GgufFile(self._path, *found, header, MappingProxyType(text_lists))
 
     def _numbers(self, code: str, count: int) -> tuple[object, ...]:
         """The next `count` numbers, of a code of the module `struct`."""
@@ -243,8 +261,7 @@ class _Header:
             raise ValueError(f"metadata holds a list of the unsupported type {inner}")
         if self._with_texts:
             return self._texts(count)
-        self._skip(count)
-        return None
+        return self._skip(count)
 
     def _texts(self, count: int) -> tuple[str, ...]:
         """`count` texts, as `_text` reads one."""
@@ -259,12 +276,15 @@ class _Header:
         self._at = at
         return tuple(found)
 
-    def _skip(self, count: int) -> None:
+    def _skip(self, count: int) -> TextList:
         """Past `count` texts; a vocabulary has hundreds of thousands."""
-        at, content, length = self._at, self._content, struct.Struct("<Q").unpack_from
-        for _ in range(count):
+        content, length = self._content, struct.Struct("<Q").unpack_from
+        num_left, at = skip_texts(content, self._at, count) if count >= _MANY else (count, self._at)
+        for _ in range(num_left):
             at += 8 + length(content, at)[0]
+        skipped = TextList(count, self._at, at)
         self._at = at
+        return skipped
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
         name = self._text(_MAX_NAME_BYTES)

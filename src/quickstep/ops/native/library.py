@@ -8,6 +8,7 @@ lock.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from ctypes import (
     POINTER,
@@ -41,6 +42,7 @@ UNGATED: Mapping[str, int] = MappingProxyType(
 EXPERT_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "relu": 4, "relu2": 5})
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE, _UNREADABLE, _PEER_LOST = range(7)
+UNSUPPORTED_PIECES = 7
 
 
 class AttentionCall(ctypes.Structure):
@@ -449,6 +451,19 @@ class SuffixCall(ctypes.Structure):
     )
 
 
+class PiecesCall(ctypes.Structure):
+    """`qs_pieces_call`."""
+
+    _fields_ = (
+        ("texts", c_char_p),
+        ("num_bytes", c_int64),
+        ("num_tokens", c_int64),
+        ("scores", c_void_p),
+        ("kinds", c_void_p),
+        ("adds_space", c_int64),
+    )
+
+
 _P, _I, _L, _F, _D = c_void_p, c_int, c_int64, c_float, c_double
 
 # name -> (result, arguments), in the order of csrc/quickstep.h
@@ -537,6 +552,12 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_text_append", _I, (_P, _P, _L)),
     ("qs_text_append_end", _I, (_P, _P, _L)),
     ("qs_suffix_propose", _I, (POINTER(SuffixCall),)),
+    ("qs_skip_texts", _L, (c_char_p, _L, _L, POINTER(_L))),
+    ("qs_pieces_create", _I, (POINTER(PiecesCall), POINTER(_P))),
+    ("qs_pieces_destroy", None, (_P,)),
+    ("qs_pieces_texts", _P, (_P, POINTER(_P))),
+    ("qs_pieces_find", c_int32, (_P, c_char_p, _L)),
+    ("qs_pieces_encode", _I, (_P, c_char_p, _L, _P, _L, POINTER(_L))),
 )
 
 
@@ -545,8 +566,9 @@ def library_path() -> Path:
     return Path(__file__).resolve().parents[2] / "_native" / "libquickstep.so"
 
 
+@functools.cache
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the library and declare its functions. Raises OSError when it cannot be loaded."""
+    """Load the library and declare its functions, once. Raises OSError when it cannot be loaded."""
     library = ctypes.CDLL(str(path))
     try:
         for name, result, arguments in _SIGNATURES:

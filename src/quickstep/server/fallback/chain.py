@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -30,6 +30,7 @@ from quickstep.core.fallback import (
     Upstream,
     cause_of,
 )
+from quickstep.environment import OF_LIBRARIES
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.server.upstream.client import TimeLeft, UpstreamClient
 from quickstep.server.usage.recorder import UpstreamAnswer
@@ -72,7 +73,7 @@ class FallbackState:
     """The routes of a server, its upstreams, and how often each step was tried.
 
     Args:
-        environ: Has the API keys of upstreams.
+        environ: Has the API keys of upstreams, which are removed: child processes do not need them.
         clock: Seconds that only grow, as `received_s` of requests.
 
     Raises:
@@ -82,7 +83,7 @@ class FallbackState:
     def __init__(
         self,
         routes: Mapping[str, Route],
-        environ: Mapping[str, str] = os.environ,
+        environ: MutableMapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.routes = routes
@@ -96,6 +97,9 @@ class FallbackState:
             for step in route.steps
             if isinstance(step, Upstream)
         }
+        for step in self.upstreams:  # as `take_api_keys` does
+            if step.key_env not in OF_LIBRARIES:
+                environ.pop(step.key_env, None)
 
     def follow_answers(self, report: Callable[[UpstreamAnswer], None]) -> None:
         """Call `report` with each answer of an upstream that has ended."""

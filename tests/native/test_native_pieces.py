@@ -1,0 +1,161 @@
+"""SentencePiece vocabularies of GGUF files: the native tokenizer is the `tokenizers` library's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.support.gguf_files import write_gguf
+
+from quickstep.errors import RequestError
+from quickstep.ops.native.pieces import NativePieces
+from quickstep.text.gguf_tokenizer import build_gguf_tokenizer, read_gguf_tokenizer
+from quickstep.text.sentence_pieces import SentencePieces
+from quickstep.text.tokenizer import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+LETTERS = "ab▁"
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+# "<0" and "x41>" make the piece of a byte, which is a text like any other
+FRAGMENTS = ("<", "0", "x", "4", "1", ">", "<0", "x41>")
+
+
+def write_pieces(
+    path: Path,
+    pieces: list[tuple[str, float, int]],
+    *,
+    adds_space: bool = True,
+    adds_eos: bool = False,
+) -> Path:
+    """A file with `pieces` (text, score, kind) after three tokens and all bytes."""
+    rows = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
+    rows += [(text, 0.0, BYTE) for text in BYTES]
+    rows += pieces
+    texts, scores, kinds = zip(*rows, strict=True)
+    values: dict[str, object] = {
+        "model": "llama",
+        "tokens": texts,
+        "scores": scores,
+        "token_type": kinds,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        "add_eos_token": adds_eos,
+        "add_space_prefix": adds_space,
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    return write_gguf(path, "llama", metadata, [])
+
+
+@st.composite
+def vocabularies(draw: st.DrawFn) -> list[tuple[str, float, int]]:
+    """Few letters and few scores, so that many pieces overlap, and many are equally good."""
+    words = st.text(LETTERS, min_size=1, max_size=5) | st.text("é漢a", min_size=1, max_size=2)
+    texts = draw(st.lists(words, min_size=12, max_size=60, unique=True))
+    texts += draw(st.sampled_from([(), FRAGMENTS]))
+    scores = st.sampled_from([-0.0, 0.0, 1e-3, -1e30])
+    kinds = st.sampled_from([NORMAL] * 8 + [CONTROL, USER_DEFINED])
+    return [(text, draw(scores), draw(kinds)) for text in texts]
+
+
+# "bcd" or "ab", of the same score and with left halves of the same length
+LONGER_RIGHT_HALF = [(text, 0.0, NORMAL) for text in ("a", "b", "c", "d", "ab", "bcd")]
+TEXTS = st.text(LETTERS, max_size=40) | st.text(LETTERS + " é漢<0x41>\n\0s/", max_size=30)
+
+
+@given(
+    pieces=vocabularies(),
+    texts=st.lists(
+        st.text(LETTERS, max_size=40) | st.text(LETTERS + " é漢<0x41>\n\0s/", max_size=30),
+        min_size=1,
+        max_size=8,
+    ),
+    adds_space=st.booleans(),
+    adds_eos=st.booleans(),
+)
+@example(
+    pieces=[*LONGER_RIGHT_HALF, ("cd", 1.0, NORMAL)],
+    texts=["abcd"],
+    adds_space=False,
+    adds_eos=False,
+)
+@settings(max_examples=80)
+def test_texts_become_the_tokens_of_the_library(
+    pieces: list[tuple[str, float, int]],
+    texts: list[str],
+    adds_space: bool,
+    adds_eos: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "m.gguf"
+    write_pieces(path, pieces, adds_space=adds_space, adds_eos=adds_eos)
+    found, built = read_gguf_tokenizer(path), build_gguf_tokenizer(path)
+    assert isinstance(found.library, SentencePieces)
+    assert found.eos_token_ids == built.eos_token_ids
+    assert found.special_tokens == built.special_tokens
+    ours, expected = Tokenizer(found.library), Tokenizer(built.library)
+    assert ours.special_ids == expected.special_ids
+    assert ours.encode_all(texts) == expected.encode_all(texts)
+    for text in texts:
+        ids = expected.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == ids
+        for skips in (True, False):
+            assert ours.decode(ids, skips) == expected.decode(ids, skips)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    """One vocabulary, read by native code and by the library."""
+    pieces = [(text, -float(i), NORMAL) for i, text in enumerate(["▁a", "a", "b", "ab", "▁"])]
+    pieces += [("<end_of_turn>", 0.0, CONTROL), ("\n\n", 0.0, USER_DEFINED)]
+    path = write_pieces(tmp_path_factory.mktemp("pieces") / "m.gguf", pieces)
+    found, built = read_gguf_tokenizer(path), build_gguf_tokenizer(path)
+    return (
+        Tokenizer(found.library, found.eos_token_ids, found.special_tokens),
+        Tokenizer(built.library, built.eos_token_ids, built.special_tokens),
+    )
+
+
+def test_what_is_asked_of_a_vocabulary_is_what_the_library_answers(
+    two: tuple[Tokenizer, Tokenizer],
+) -> None:
+    ours, expected = two
+    assert ours.vocab_size == expected.vocab_size
+    assert ours.eos_token_ids == expected.eos_token_ids
+    assert ours.kind is expected.kind
+    assert ours.digest() == expected.digest()
+    for text in ("<end_of_turn>", "▁a", "no piece", "", "<0x0A>"):
+        assert ours.token_id(text) == expected.token_id(text)
+    for token_id in range(ours.vocab_size + 2):
+        assert ours.piece(token_id) == expected.piece(token_id)
+        assert ours.token_bytes(token_id) == expected.token_bytes(token_id)
+    long_text = "a b\n\n" * 20_000
+    assert ours.least_tokens(long_text) == expected.least_tokens(long_text) > 0
+    assert ours.encode(long_text) == expected.encode(long_text)
+
+
+def test_texts_and_ids_that_are_none_are_refused(two: tuple[Tokenizer, Tokenizer]) -> None:
+    for tokenizer in two:
+        with pytest.raises(RequestError, match="surrogate"):
+            tokenizer.encode("\ud800")
+        for token_id in (-1, 1 << 32):
+            with pytest.raises(RequestError, match="integers"):
+                tokenizer.decode([token_id])
+        assert tokenizer.decode([1 << 31]) == ""
+
+
+def test_no_tokens_are_no_vocabulary() -> None:
+    assert NativePieces.open(b"", (), (), True) is None
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [("<s>", 0.0, NORMAL), ("", 0.0, NORMAL), ("x", float("inf"), NORMAL), ("x" * 4_097, 0.0, 1)],
+    ids=["twice", "empty", "infinite score", "long"],
+)
+def test_other_vocabularies_are_the_librarys(piece: tuple[str, float, int], tmp_path: Path) -> None:
+    path = write_pieces(tmp_path / "m.gguf", [("▁a", -1.0, NORMAL), piece])
+    assert not isinstance(read_gguf_tokenizer(path).library, SentencePieces)
+    assert Tokenizer.open(path).encode(" a")
