@@ -51,6 +51,8 @@ def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
         "Qwen3VLMoeForConditionalGeneration",
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
+        "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",

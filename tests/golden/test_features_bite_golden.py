@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint.source import Checkpoint
-from quickstep.model.decoder_spec import ModelSpec, MoESpec
+from quickstep.model.decoder_spec import ModelSpec, MoESpec, Multipliers
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.rope_spec import RopeKind
@@ -83,6 +83,7 @@ CHANGES = [
     ("gpt-oss", truncated_rope),
     ("gpt-oss", changed(activation="silu")),
     ("gpt-oss", other_normalisation),
+    ("falcon-h1", changed(multipliers=Multipliers())),
 ]
 
 

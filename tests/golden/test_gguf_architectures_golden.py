@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.spec import read_spec
+from quickstep.ops.reference import reference_ops
 
 GPT_OSS = Case("gpt-oss", "GptOss", {
     "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 24,
@@ -203,6 +204,22 @@ def test_other_layouts_of_a_file_compute_the_same(older: bool, tmp_path: Path) -
     ]
     for usual, other in zip(*rows, strict=True):
         assert torch.equal(torch.cat(usual.logits), torch.cat(other.logits))
+
+
+def test_blocks_are_put_in_order_as_they_are_loaded_and_read(tmp_path: Path) -> None:
+    """Native kernels load the rows of blocks in order, other ops reorder quantized values."""
+    QWEN_35.save(tmp_path)
+    path = tmp_path / "blocks.gguf"
+    kinds = dict.fromkeys(("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"), Kind.Q8_0)
+    write_twin(tmp_path, path, "qwen35", {}, paired=False, kinds=kinds)
+    prompts = random_prompts((17,), VOCAB)
+    models = load(path, dtype="float32"), load(path, dtype="float32", ops=reference_ops())
+    found, expected = (
+        torch.cat(row.logits)
+        for model in models
+        for row in PagedDriver(model).generate(prompts, 1, chunk=6)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 0])

@@ -4,6 +4,7 @@ and whatever is wrong with a file costs its start the time of packing only.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import mmap
@@ -13,6 +14,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -26,6 +28,8 @@ from quickstep.engine.packed_weights import loading
 from quickstep.engine.packed_weights.directory import FORMAT, PackedDirectory
 from quickstep.errors import ConfigError
 from quickstep.ops.native.backend import load_native
+from quickstep.ops.native.packed_files import NativePackedFiles, _Parts
+from quickstep.ops.table import OpTable
 from quickstep.sampling_params import SamplingParams
 
 FORMS = [None, "int8", "int4"]
@@ -344,3 +348,37 @@ def test_the_command_lists_and_removes(folder, capsys):
 def test_the_command_needs_what_it_does(folder, arguments, capsys):
     assert main(["cache", *arguments]) == 2
     assert "prune needs --to SIZE" in capsys.readouterr().err
+
+
+def checksum(table: OpTable, *parts: bytes) -> int:
+    """Of some bytes as the parts of a weight."""
+    assert isinstance(table.packed_files, NativePackedFiles)
+    buffers = [ctypes.create_string_buffer(part, len(part)) for part in parts]
+    call = _Parts()
+    for place, buffer in enumerate(buffers):
+        call.memory[place] = ctypes.addressof(buffer)
+        call.bytes[place] = len(buffer)
+    return table.packed_files._checksum(call)
+
+
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 130, 1023, 1100])
+def test_bytes_of_any_number_count_for_the_checksum(table: OpTable, size: int) -> None:
+    """Also those after the last complete stripe, and how many there are."""
+    sound = Random(size).randbytes(size)
+    found = {checksum(table, part) for part in (sound, sound + b"\0")}
+    found.add(checksum(table, sound, b"\0"))
+    for place in range(size):
+        changed = bytearray(sound)
+        changed[place] ^= 1 << place % 8
+        found.add(checksum(table, bytes(changed)))
+    assert len(found) == 3 + size
+
+
+def test_the_places_of_pieces_count_for_the_checksum(table: OpTable) -> None:
+    first, second, third = (Random(seed).randbytes(1 << 18) for seed in range(3))
+    orders = [(first, second, third), (second, first, third), (first, third, second)]
+    found = {checksum(table, b"".join(pieces)) for pieces in orders}
+    found |= {
+        checksum(table, *parts) for parts in ((first + second, third), (third, first + second))
+    }
+    assert len(found) == 5

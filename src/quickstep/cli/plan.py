@@ -255,8 +255,8 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
         times = "are predicted"
         console.print(_range_text(plan.evidence, plan.range), markup=False)
     console.print(
-        f"Step times {times}; Quickstep divides no model over devices, so "
-        "splits over several show what they would give.",
+        f"Step times {times}; Quickstep divides models over processes of CPUs only, so "
+        "splits over several GPUs show what they would give.",
         markup=False,
     )
     verdict = plan.verdict

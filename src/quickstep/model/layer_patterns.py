@@ -215,18 +215,16 @@ _NEMOTRON_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "
 _NEMOTRON_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def _nemotron_kinds(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
-    """What each layer is: by letters in `hybrid_override_pattern`, or by a list."""
+def _nemotron_kinds(fields: ConfigFields) -> tuple[str, ...]:
+    """What each layer is: by a list, or letters in `hybrid_override_pattern`."""
     letters = fields.text("hybrid_override_pattern")
     listed = fields.sequence("layers_block_type") or fields.sequence("layer_types")
     fields.sequence("layer_types")
     kinds = [_NEMOTRON_KINDS.get(letter, letter) for letter in letters]
     if listed is not None:
         kinds = [_NEMOTRON_NAMES.get(str(kind), str(kind)) for kind in listed]
-    if len(kinds) != num_layers:
-        raise ConfigError(
-            f"{fields.source} describes {len(kinds)} layers, num_hidden_layers is {num_layers}"
-        )
+    if not kinds:
+        kinds = ["linear_attention", "moe", "full_attention", "mlp"]  # as transformers has it
     unknown = next((kind for kind in kinds if kind not in _NEMOTRON_KINDS.values()), None)
     if unknown is not None:
         known = ", ".join(map(repr, _NEMOTRON_KINDS.values()))
@@ -235,10 +233,9 @@ def _nemotron_kinds(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
 
 
 def nemotron_h_count(fields: ConfigFields) -> int:
-    """How many layers there are: newer configs only list them."""
-    count = fields.optional_integer("num_hidden_layers")
-    listed = fields.sequence("layers_block_type") or fields.sequence("layer_types")
-    return count or len(listed or fields.text("hybrid_override_pattern")) or 1
+    """As many as are listed, whatever `num_hidden_layers` is: newer configs have no such key."""
+    fields.optional_integer("num_hidden_layers")
+    return len(_nemotron_kinds(fields))
 
 
 def nemotron_h_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
@@ -259,13 +256,14 @@ def nemotron_h_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
         conv_bias=fields.flag("use_conv_bias"),
         least_step=fields.number("time_step_min"),
     )
-    kinds = _nemotron_kinds(fields, num_layers)
+    del num_layers  # those that are listed
+    kinds = _nemotron_kinds(fields)
     return tuple([mamba if kind == "linear_attention" else None for kind in kinds])
 
 
 def nemotron_h_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Each is a mixer or a feed-forward part."""
-    kinds = _nemotron_kinds(fields, len(layers))
+    kinds = _nemotron_kinds(fields)
     parts = [kind in ("linear_attention", "full_attention") for kind in kinds]
     return tuple(
         [
@@ -277,7 +275,8 @@ def nemotron_h_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tu
 
 def nemotron_h_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """The layers that are a mixture."""
-    return tuple([kind == "moe" for kind in _nemotron_kinds(fields, num_layers)])
+    del num_layers  # those that are listed
+    return tuple([kind == "moe" for kind in _nemotron_kinds(fields)])
 
 
 def nemotron_h_experts(fields: ConfigFields) -> MoESpec | None:
@@ -286,7 +285,7 @@ def nemotron_h_experts(fields: ConfigFields) -> MoESpec | None:
     for name in ("num_experts_per_tok", "n_shared_experts"):
         fields.value(name)
     experts = glm_experts(fields)
-    if "moe" not in _nemotron_kinds(fields, nemotron_h_count(fields)):
+    if "moe" not in _nemotron_kinds(fields):
         return None
     return replace(experts, shared_width=width or fields.integer("moe_intermediate_size"))
 

@@ -2,8 +2,8 @@
 
 Matrix products and attention run one after the other, and each takes the longer of its operations
 and its bytes; transfers between devices and a fixed overhead are added. The fractions of the data
-sheet's figures and the host's times are `Achieved`: those of the hardware table, or on GPUs those of
-an engine (`plan.engines`). Nothing else is fitted.
+sheet's figures and the host's times are `Achieved`: those of the hardware table, or on GPUs those
+of an engine (`plan.engines`). Nothing else is fitted.
 """
 
 from __future__ import annotations
