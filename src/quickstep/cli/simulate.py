@@ -312,8 +312,8 @@ def run(args: argparse.Namespace) -> int:
                 runs.append(_simulated(args, candidate, rate, policy, replicas, fallback=chain))
                 known = None
                 if evidence is not None and chain is None:
-                    load = rate, policy, replicas
-                    known = _range(args, hardware, evidence, partial(_simulated_on, args, *load))
+                    simulated = partial(_simulated_on, args, rate, policy, replicas)
+                    known = _range(args, hardware, evidence, runs[-1].summary, simulated)
                 ranges.append(known)
     notes = [note for note in (_too_few(args, run) for run in runs) if note is not None]
     if args.json:
@@ -374,6 +374,7 @@ def _range(
     args: argparse.Namespace,
     hardware: Hardware,
     evidence: Evidence,
+    likely: Summary,
     simulated: Callable[[Hardware], Summary],
 ) -> RunRange:
     from quickstep.plan.engines import over_range, slowed
@@ -381,7 +382,7 @@ def _range(
     def made(factor: float) -> Summary:
         return simulated(slowed(hardware, factor))
 
-    found = over_range(evidence, made, lambda one: one.attainment >= args.attainment)
+    found = over_range(evidence, likely, made, lambda end: end.attainment >= args.attainment)
     return RunRange(*found)
 
 

@@ -310,7 +310,8 @@ def _range(query: PlanQuery, evidence: Evidence, option: SimulatedOption) -> Opt
         is_met = keeps_up and predicted.attainment >= query.attainment
         return predicted, is_met, capacity(candidate, query.load, query.targets)
 
-    low, high, met_part = over_range(evidence, made, lambda one: one[1])
+    likely = option.predicted, option.met, option.capacity_per_s
+    low, high, met_part = over_range(evidence, likely, made, lambda end: end[1])
     return OptionRange(option.name, low[0], high[0], low[2], high[2], option.num_engines, met_part)
 
 
