@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from playwright.sync_api import Locator, Page, Route
+from playwright.sync_api import Locator, Page, Route, expect
 
 
 def send(page: Page, text: str) -> Locator:
@@ -13,6 +13,16 @@ def send(page: Page, text: str) -> Locator:
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_role("button", name="Send").click()
     return last_answer(page)
+
+
+def begin_long_answer(page: Page, text: str, num_tokens: int) -> None:
+    """Send a message that so many tokens answer, and wait for the first ones."""
+    page.get_by_label("max_tokens", exact=True).fill(str(num_tokens))
+    page.get_by_text("More fields").click()
+    page.get_by_label("ignore_eos", exact=True).select_option("true")
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Assistant", exact=True).locator(".markdown")).not_to_be_empty()
 
 
 def last_answer(page: Page) -> Locator:

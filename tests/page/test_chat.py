@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from page_actions import last_answer, send, text_of, write_answers
+from page_actions import begin_long_answer, last_answer, send, text_of, write_answers
 from playwright.sync_api import Browser, Page, expect
 
 AXE = Path(os.environ.get("AXE", ".venv-page/node_modules/axe-core/axe.min.js"))
@@ -67,12 +67,7 @@ def test_the_same_seed_gives_the_same_text_as_another_branch(page: Page) -> None
 
 
 def test_stop_keeps_the_text_and_continue_gives_the_rest(page: Page) -> None:
-    page.get_by_label("max_tokens", exact=True).fill("1900")
-    page.get_by_text("More fields").click()
-    page.get_by_label("ignore_eos", exact=True).select_option("true")
-    page.get_by_label("Message", exact=True).fill("count")
-    page.get_by_role("button", name="Send").click()
-    expect(page.get_by_label("Assistant", exact=True).locator(".markdown")).not_to_be_empty()
+    begin_long_answer(page, "count", 1900)
     page.get_by_role("button", name="Stop", exact=True).click()
     answer = last_answer(page)
     expect(answer.get_by_text("Stopped.")).to_be_visible()

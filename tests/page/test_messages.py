@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from page_actions import last_answer, send, text_of, write_answers
+from page_actions import begin_long_answer, last_answer, send, text_of, write_answers
 from playwright.sync_api import Browser, Page, Route, expect
 
 CALL = {
@@ -74,12 +74,7 @@ def test_a_text_file_goes_with_a_message(page: Page, tmp_path: Path) -> None:
 
 
 def test_an_answer_goes_on_after_a_reload(page: Page) -> None:
-    page.get_by_label("max_tokens", exact=True).fill("900")
-    page.get_by_text("More fields").click()
-    page.get_by_label("ignore_eos", exact=True).select_option("true")
-    page.get_by_label("Message", exact=True).fill("count")
-    page.get_by_role("button", name="Send").click()
-    expect(page.get_by_label("Assistant", exact=True).locator(".markdown")).not_to_be_empty()
+    begin_long_answer(page, "count", 900)
     page.reload()
     answer = last_answer(page)
     expect(answer.get_by_text("limit of tokens")).to_be_visible()
@@ -109,12 +104,7 @@ def test_a_connection_that_breaks_is_taken_up_again(page: Page) -> None:
 
 
 def test_another_conversation_leaves_an_answer_running(page: Page) -> None:
-    page.get_by_label("max_tokens", exact=True).fill("600")
-    page.get_by_text("More fields").click()
-    page.get_by_label("ignore_eos", exact=True).select_option("true")
-    page.get_by_label("Message", exact=True).fill("count on")
-    page.get_by_role("button", name="Send").click()
-    expect(page.get_by_label("Assistant", exact=True).locator(".markdown")).not_to_be_empty()
+    begin_long_answer(page, "count on", 600)
     page.get_by_role("button", name="New chat").click()
     page.get_by_role("button", name="count on", exact=True).click()
     expect(last_answer(page).get_by_text("limit of tokens")).to_be_visible()
