@@ -13,7 +13,7 @@ from reference_page import ROOT, cell, import_sources, write_or_check
 
 import_sources()
 
-from quickstep.model import layer_patterns as patterns  # noqa: E402
+
 from quickstep.model.architectures import (  # noqa: E402
     ARCHITECTURES,
     MODEL_TYPES,
@@ -23,6 +23,7 @@ from quickstep.model.architectures import (  # noqa: E402
 from quickstep.model.checkpoint.gguf_architectures import DIALECTS, MIXTRAL  # noqa: E402
 from quickstep.model.decoder_spec import NormPlacement, QKNorm  # noqa: E402
 from quickstep.model.encoders.encoder_spec import ENCODERS  # noqa: E402
+from quickstep.model.layer_patterns import layers, ropes, windows  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 HEAD = """# Architectures
@@ -63,25 +64,25 @@ def additions(entry: Architecture) -> Iterator[str]:
         yield "a mixture of experts"
     if entry.mixers.__name__ != "all_attention":
         yield "layers with a state"
-    if entry.sizes is patterns.falcon_h1_layers:
+    if entry.sizes is layers.falcon_h1_layers:
         yield "attention and a state in each layer"
-    if entry.sizes is patterns.nemotron_h_layers:
+    if entry.sizes is layers.nemotron_h_layers:
         yield "layers of one part each"
-    if entry.sizes is patterns.llama4_layers:
+    if entry.sizes is layers.llama4_layers:
         yield "attention in chunks"
     if entry.latent.__name__ != "_no_latents":
         yield "latents instead of keys and values"
-    if entry.windows is patterns.indexed_attention:
+    if entry.windows is windows.indexed_attention:
         yield "an indexer, which is not computed: sequences end where it would choose"
     without = (
-        patterns.full_attention,
-        patterns.no_windows,
-        patterns.minimax_windows,
-        patterns.indexed_attention,
+        windows.full_attention,
+        windows.no_windows,
+        windows.minimax_windows,
+        windows.indexed_attention,
     )
     if entry.windows not in without:
         yield "sliding windows"
-    turning = (patterns.interleaved_rope, patterns.cohere2_ropes, patterns.llama4_ropes)
+    turning = (ropes.interleaved_rope, ropes.cohere2_ropes, ropes.llama4_ropes)
     if entry.ropes in turning:
         yield "neighbours turned"
     if entry.layer_norm:

@@ -1,6 +1,6 @@
 """The table of natively supported architectures: each entry is data about one model family.
 
-To add one: write an entry here (keys, defaults, which patterns of `layer_patterns.py` it uses);
+To add one: write an entry here (keys, defaults, which of `layer_patterns` it uses);
 where it computes something new, add a field to `ModelSpec` and honour it in `decoder.py`; add a
 case to `tests/support/golden_cases.py`. Defaults are those of the family's config class, for files
 that leave them out. `spec.py` reads configs with this table.
@@ -15,7 +15,6 @@ from types import MappingProxyType
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.decoder_spec import (
     FUSED_DELTA,
@@ -29,6 +28,10 @@ from quickstep.model.decoder_spec import (
     QKNorm,
     TensorNaming,
 )
+from quickstep.model.layer_patterns import experts, layers, ropes, states, windows
+from quickstep.model.layer_patterns.ropes import Ropes
+from quickstep.model.layer_patterns.states import StateMixers
+from quickstep.model.layer_patterns.windows import Windows
 from quickstep.model.rope_spec import rope_parameters, yarn_scale
 
 
@@ -160,11 +163,11 @@ class Architecture(msgspec.Struct, frozen=True):
     sinks: bool = False
     clamped_swiglu: bool = False
     scale: Callable[[ConfigFields, int], float] = _head_scale
-    windows: Callable[[ConfigFields, int], patterns.Windows] = patterns.full_attention
-    ropes: Callable[[ConfigFields, int, int], patterns.Ropes] = patterns.one_rope
+    windows: Callable[[ConfigFields, int], Windows] = windows.full_attention
+    ropes: Callable[[ConfigFields, int, int], Ropes] = ropes.one_rope
     experts: Callable[[ConfigFields], MoESpec | None] = _no_experts
     sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
-    mixers: Callable[[ConfigFields, int], patterns.StateMixers] = patterns.all_attention
+    mixers: Callable[[ConfigFields, int], StateMixers] = states.all_attention
     width: Callable[[ConfigFields], int] = _intermediate_size
     num_layers: Callable[[ConfigFields], int] = _num_layers
     attention_gate: bool = False
@@ -209,7 +212,7 @@ _LLAMA = Architecture(
 
 _MISTRAL = Architecture(
     defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096),
-    windows=patterns.every_layer_window,
+    windows=windows.every_layer_window,
 )
 
 _QWEN2 = Architecture(
@@ -221,7 +224,7 @@ _QWEN2 = Architecture(
     ),
     qkv_bias=True,
     output_bias=False,
-    windows=patterns.qwen_windows,
+    windows=windows.qwen_windows,
 )
 
 _QWEN3 = Architecture(
@@ -234,7 +237,7 @@ _QWEN3 = Architecture(
     ),
     bias_key="attention_bias",
     qk_norm=QKNorm.HEAD,
-    windows=patterns.qwen_windows,
+    windows=windows.qwen_windows,
 )
 
 _QWEN3_MOE = Architecture(
@@ -249,9 +252,9 @@ _QWEN3_MOE = Architecture(
     ),
     bias_key="attention_bias",
     qk_norm=QKNorm.HEAD,
-    windows=patterns.optional_window,
-    experts=patterns.qwen_experts,
-    sparse=patterns.qwen_sparse,
+    windows=windows.optional_window,
+    experts=experts.qwen_experts,
+    sparse=experts.qwen_sparse,
 )
 
 _MIXTRAL = Architecture(
@@ -263,9 +266,9 @@ _MIXTRAL = Architecture(
         num_experts_per_tok=2,
         num_local_experts=8,
     ),
-    windows=patterns.every_layer_window,
-    experts=patterns.mixtral_experts,
-    sparse=patterns.all_sparse,
+    windows=windows.every_layer_window,
+    experts=experts.mixtral_experts,
+    sparse=experts.all_sparse,
     naming=TensorNaming(
         router="block_sparse_moe.gate",
         experts="block_sparse_moe.experts",
@@ -282,8 +285,8 @@ _OLMOE = Architecture(
     ),
     bias_key="attention_bias",
     qk_norm=QKNorm.FULL,
-    experts=patterns.olmoe_experts,
-    sparse=patterns.all_sparse,
+    experts=experts.olmoe_experts,
+    sparse=experts.all_sparse,
 )
 
 _GLM4_MOE = Architecture(
@@ -306,8 +309,8 @@ _GLM4_MOE = Architecture(
     bias_key="attention_bias",
     output_bias=False,
     qk_norm_key="use_qk_norm",
-    experts=patterns.glm_experts,
-    sparse=patterns.glm_sparse,
+    experts=experts.glm_experts,
+    sparse=experts.glm_sparse,
 )
 
 _GEMMA_SIZES: Mapping[str, object] = MappingProxyType(
@@ -340,7 +343,7 @@ _GEMMA2 = Architecture(
     scaled_embedding=True,
     softcaps=True,
     scale=_gemma_scale,
-    windows=patterns.gemma2_windows,
+    windows=windows.gemma2_windows,
 )
 
 _GEMMA3 = Architecture(
@@ -355,8 +358,8 @@ _GEMMA3 = Architecture(
     scaled_embedding=True,
     softcaps=True,
     scale=_gemma_scale,
-    windows=patterns.gemma3_windows,
-    ropes=patterns.gemma3_ropes,
+    windows=windows.gemma3_windows,
+    ropes=ropes.gemma3_ropes,
     naming=_wrapped(STANDARD_NAMING),
 )
 
@@ -367,8 +370,8 @@ _PHI3 = Architecture(
         original_max_position_embeddings=4096,
     ),
     neutral=MappingProxyType({"interpolate_factor": 1, "full_attn_mod": 1}),
-    windows=patterns.every_layer_window,
-    ropes=patterns.phi_ropes,
+    windows=windows.every_layer_window,
+    ropes=ropes.phi_ropes,
     naming=TensorNaming(fused_qkv=True, fused_gate_up=True),
 )
 
@@ -382,8 +385,8 @@ _SMOLLM3 = Architecture(
     ),
     bias_key="attention_bias",
     mlp_bias_key="mlp_bias",
-    windows=patterns.smollm_windows,
-    ropes=patterns.smollm_ropes,
+    windows=windows.smollm_windows,
+    ropes=ropes.smollm_ropes,
 )
 
 _OLMO2 = Architecture(
@@ -424,8 +427,8 @@ _GRANITE_SWA = Architecture(
     multipliers=True,
     sinks=True,
     scale=_granite_scale,
-    windows=patterns.granite_windows,
-    ropes=patterns.granite_ropes,
+    windows=windows.granite_windows,
+    ropes=ropes.granite_ropes,
 )
 
 _GPT_OSS = Architecture(
@@ -453,10 +456,10 @@ _GPT_OSS = Architecture(
     bias_key="attention_bias",
     sinks=True,
     clamped_swiglu=True,
-    windows=patterns.gemma2_windows,  # the same pattern
-    ropes=patterns.gpt_oss_ropes,
-    experts=patterns.gpt_oss_experts,
-    sparse=patterns.all_sparse,
+    windows=windows.gemma2_windows,  # the same pattern
+    ropes=ropes.gpt_oss_ropes,
+    experts=experts.gpt_oss_experts,
+    sparse=experts.all_sparse,
     naming=TensorNaming(
         fused_experts=True,
         router="mlp.router",
@@ -492,14 +495,14 @@ _GEMMA4 = Architecture(
     scaled_embedding=True,
     softcaps=True,
     scale=_no_scale,
-    windows=patterns.gemma4_windows,
-    ropes=patterns.gemma4_ropes,
-    experts=patterns.gemma4_experts,
-    sparse=patterns.gemma4_sparse,
-    sizes=patterns.gemma4_sizes,
+    windows=windows.gemma4_windows,
+    ropes=ropes.gemma4_ropes,
+    experts=experts.gemma4_experts,
+    sparse=experts.gemma4_sparse,
+    sizes=layers.gemma4_sizes,
     value_norm=True,
     layer_scalars=True,
-    layer_inputs=patterns.gemma4_inputs,
+    layer_inputs=layers.gemma4_inputs,
     naming=_wrapped(TensorNaming(router="router.proj", experts="experts")),
 )
 
@@ -534,7 +537,7 @@ _COHERE = Architecture(
     layer_norm=True,
     norm_eps_key="layer_norm_eps",
     logit_scale_key="logit_scale",
-    ropes=patterns.interleaved_rope,
+    ropes=ropes.interleaved_rope,
 )
 
 _COHERE2 = Architecture(
@@ -545,8 +548,8 @@ _COHERE2 = Architecture(
     layer_norm=True,
     norm_eps_key="layer_norm_eps",
     logit_scale_key="logit_scale",
-    windows=patterns.cohere2_windows,
-    ropes=patterns.cohere2_ropes,
+    windows=windows.cohere2_windows,
+    ropes=ropes.cohere2_ropes,
 )
 
 _NEMOTRON = Architecture(
@@ -614,7 +617,7 @@ _STARCODER2 = Architecture(
     norm_bias=True,
     gated=False,
     norm_eps_key="norm_epsilon",
-    windows=patterns.every_layer_window,
+    windows=windows.every_layer_window,
     naming=TensorNaming(
         renames=((".mlp.c_fc.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."))
     ),
@@ -674,7 +677,7 @@ _QWEN3_VL_MOE = replace(
             "tie_word_embeddings": True,
         }
     ),
-    experts=patterns.qwen_vl_experts,
+    experts=experts.qwen_vl_experts,
     naming=_wrapped(STANDARD_NAMING),
 )
 
@@ -688,8 +691,8 @@ _OLMO3 = Architecture(
     bias_key="attention_bias",
     norm_placement=NormPlacement.POST,
     qk_norm=QKNorm.FULL,
-    windows=patterns.olmo3_windows,
-    ropes=patterns.olmo3_ropes,
+    windows=windows.olmo3_windows,
+    ropes=ropes.olmo3_ropes,
 )
 
 _EXAONE4 = Architecture(
@@ -702,8 +705,8 @@ _EXAONE4 = Architecture(
     ),
     norm_placement=NormPlacement.POST,
     qk_norm=QKNorm.HEAD,
-    windows=patterns.exaone_windows,
-    ropes=patterns.exaone_ropes,
+    windows=windows.exaone_windows,
+    ropes=ropes.exaone_ropes,
 )
 
 _ERNIE: Mapping[str, object] = MappingProxyType(
@@ -720,7 +723,7 @@ _ERNIE4_5 = Architecture(
     neutral=MappingProxyType({"use_rmsnorm": True}),
     bias_key="use_bias",
     mlp_bias_key="use_bias",
-    ropes=patterns.interleaved_rope,
+    ropes=ropes.interleaved_rope,
 )
 
 _ERNIE4_5_MOE = Architecture(
@@ -740,9 +743,9 @@ _ERNIE4_5_MOE = Architecture(
     ),
     bias_key="use_bias",
     mlp_bias_key="use_bias",
-    ropes=patterns.interleaved_rope,
-    experts=patterns.ernie_experts,
-    sparse=patterns.ernie_sparse,
+    ropes=ropes.interleaved_rope,
+    experts=experts.ernie_experts,
+    sparse=experts.ernie_sparse,
     naming=TensorNaming(selection_bias="mlp.moe_statics.e_score_correction_bias", bias_row=True),
 )
 
@@ -782,10 +785,10 @@ _MINIMAX_M2 = Architecture(
         }
     ),
     qk_norm=QKNorm.FULL,
-    windows=patterns.minimax_windows,
-    ropes=patterns.minimax_ropes,
-    experts=patterns.minimax_experts,
-    sparse=patterns.all_sparse,
+    windows=windows.minimax_windows,
+    ropes=ropes.minimax_ropes,
+    experts=experts.minimax_experts,
+    sparse=experts.all_sparse,
     naming=TensorNaming(
         router="block_sparse_moe.gate",
         experts="block_sparse_moe.experts",
@@ -809,7 +812,7 @@ _GLM = Architecture(
     defaults=_defaults(**_GLM_SIZES),
     bias_key="attention_bias",
     output_bias=False,
-    ropes=patterns.interleaved_rope,
+    ropes=ropes.interleaved_rope,
     naming=TensorNaming(fused_gate_up=True),
 )
 
@@ -818,7 +821,7 @@ _GLM4 = Architecture(
     bias_key="attention_bias",
     output_bias=False,
     norm_placement=NormPlacement.SANDWICH,
-    ropes=patterns.interleaved_rope,
+    ropes=ropes.interleaved_rope,
     naming=TensorNaming(
         fused_gate_up=True,
         renames=(
@@ -840,12 +843,12 @@ _HELIUM = Architecture(
     bias_key="attention_bias",
     output_bias=False,
     mlp_bias_key="mlp_bias",
-    ropes=patterns.interleaved_rope,
+    ropes=ropes.interleaved_rope,
 )
 
 _MINISTRAL = Architecture(
     defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096),
-    windows=patterns.ministral_windows,
+    windows=windows.ministral_windows,
 )
 
 _MINISTRAL3 = Architecture(
@@ -867,8 +870,8 @@ _MINISTRAL3 = Architecture(
             }
         ),
     ),
-    windows=patterns.every_layer_window,
-    ropes=patterns.ministral3_ropes,
+    windows=windows.every_layer_window,
+    ropes=ropes.ministral3_ropes,
 )
 
 _LFM2 = Architecture(
@@ -899,9 +902,9 @@ _LFM2 = Architecture(
     tied_key="tie_embedding",
     norm_eps_key="norm_eps",
     qk_norm=QKNorm.HEAD,
-    windows=patterns.no_windows,
-    mixers=patterns.lfm_mixers,
-    width=patterns.lfm_width,
+    windows=windows.no_windows,
+    mixers=states.lfm_mixers,
+    width=experts.lfm_width,
     naming=TensorNaming(
         renames=(
             (".feed_forward.w1.", ".mlp.gate_proj."),
@@ -939,8 +942,8 @@ _QWEN3_5 = Architecture(
     norm_offset=1.0,
     qk_norm=QKNorm.HEAD,
     attention_gate=True,
-    windows=patterns.no_windows,
-    mixers=patterns.delta_mixers,
+    windows=windows.no_windows,
+    mixers=states.delta_mixers,
     naming=_wrapped(STANDARD_NAMING),
 )
 
@@ -963,12 +966,12 @@ _GRANITE_HYBRID = Architecture(
     bias_key="attention_bias",
     multipliers=True,
     scale=_granite_scale,
-    windows=patterns.no_windows,
-    mixers=patterns.mamba_mixers,
-    ropes=patterns.granite_hybrid_ropes,
-    width=patterns.granite_hybrid_width,
-    experts=patterns.granite_hybrid_experts,
-    sparse=patterns.granite_hybrid_sparse,
+    windows=windows.no_windows,
+    mixers=states.mamba_mixers,
+    ropes=ropes.granite_hybrid_ropes,
+    width=experts.granite_hybrid_width,
+    experts=experts.granite_hybrid_experts,
+    sparse=experts.granite_hybrid_sparse,
     naming=TensorNaming(
         fused_gate_up=True,
         shared_expert="mlp",
@@ -1011,10 +1014,10 @@ _FALCON_H1 = Architecture(
     bias_key="attention_bias",
     mlp_bias_key="mlp_bias",
     scale=_falcon_scale,
-    windows=patterns.no_windows,
-    mixers=patterns.falcon_h1_mixers,
-    sizes=patterns.falcon_h1_layers,
-    layer_multipliers=patterns.falcon_h1_multipliers,
+    windows=windows.no_windows,
+    mixers=states.falcon_h1_mixers,
+    sizes=layers.falcon_h1_layers,
+    layer_multipliers=layers.falcon_h1_multipliers,
     embedding_key="embedding_multiplier",
     logit_scale_key="lm_head_multiplier",
     naming=TensorNaming(
@@ -1070,13 +1073,13 @@ _NEMOTRON_H = Architecture(
     activation_key="mlp_hidden_act",
     mlp_bias_key="mlp_bias",
     gated=False,
-    windows=patterns.no_windows,
-    mixers=patterns.nemotron_h_mixers,
-    ropes=patterns.no_ropes,
-    sizes=patterns.nemotron_h_layers,
-    experts=patterns.nemotron_h_experts,
-    sparse=patterns.nemotron_h_sparse,
-    num_layers=patterns.nemotron_h_count,
+    windows=windows.no_windows,
+    mixers=states.nemotron_h_mixers,
+    ropes=ropes.no_ropes,
+    sizes=layers.nemotron_h_layers,
+    experts=experts.nemotron_h_experts,
+    sparse=experts.nemotron_h_sparse,
+    num_layers=layers.nemotron_h_count,
     norm_eps_key="layer_norm_epsilon",
     naming=TensorNaming(
         prefixes=("backbone.", "model."),
@@ -1117,10 +1120,10 @@ _DEEPSEEK_V2 = Architecture(
     ),
     neutral=MappingProxyType({"moe_layer_freq": 1}),
     scale=_latent_scale,
-    ropes=patterns.latent_ropes,
-    experts=patterns.deepseek_v2_experts,
-    sparse=patterns.glm_sparse,
-    latent=patterns.latent_attention,
+    ropes=ropes.latent_ropes,
+    experts=experts.deepseek_v2_experts,
+    sparse=experts.glm_sparse,
+    latent=layers.latent_attention,
 )
 
 _DEEPSEEK_V3 = Architecture(
@@ -1140,10 +1143,10 @@ _DEEPSEEK_V3 = Architecture(
     ),
     neutral=MappingProxyType({"moe_layer_freq": 1}),
     scale=_latent_scale,
-    ropes=patterns.latent_ropes,
-    experts=patterns.deepseek_experts,
-    sparse=patterns.glm_sparse,
-    latent=patterns.latent_attention,
+    ropes=ropes.latent_ropes,
+    experts=experts.deepseek_experts,
+    sparse=experts.glm_sparse,
+    latent=layers.latent_attention,
 )
 
 _DEEPSEEK_V32 = replace(
@@ -1151,8 +1154,8 @@ _DEEPSEEK_V32 = replace(
     defaults=MappingProxyType(
         {**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163_840, "index_topk": 2048}
     ),
-    windows=patterns.indexed_attention,
-    sparse=patterns.listed_sparse,
+    windows=windows.indexed_attention,
+    sparse=experts.listed_sparse,
     naming=TensorNaming(ignored_module="indexer"),
 )
 
@@ -1181,7 +1184,7 @@ _GLM4_MOE_LITE = replace(
             "first_k_dense_replace": 1,
         }
     ),
-    sparse=patterns.listed_sparse,
+    sparse=experts.listed_sparse,
 )
 
 _GLM_MOE_DSA = replace(
@@ -1192,8 +1195,8 @@ _GLM_MOE_DSA = replace(
 _YOUTU = Architecture(
     defaults=_defaults(**_LATENT_SIZES, max_position_embeddings=131_072, tie_word_embeddings=True),
     scale=_latent_scale,
-    ropes=patterns.latent_ropes,
-    latent=patterns.latent_attention,
+    ropes=ropes.latent_ropes,
+    latent=layers.latent_attention,
 )
 
 _KIMI_K25 = replace(_DEEPSEEK_V3, naming=_wrapped(STANDARD_NAMING))
@@ -1219,12 +1222,12 @@ _LLAMA4 = Architecture(
     bias_key="attention_bias",
     qk_norm_key="use_qk_norm",
     switched_qk_norm=QKNorm.UNWEIGHTED,
-    windows=patterns.no_windows,
-    ropes=patterns.llama4_ropes,
-    sizes=patterns.llama4_layers,
-    width=patterns.llama4_width,
-    experts=patterns.llama4_experts,
-    sparse=patterns.llama4_sparse,
+    windows=windows.no_windows,
+    ropes=ropes.llama4_ropes,
+    sizes=layers.llama4_layers,
+    width=experts.llama4_width,
+    experts=experts.llama4_experts,
+    sparse=experts.llama4_sparse,
     naming=_wrapped(
         TensorNaming(
             router="mlp.router",
@@ -1249,9 +1252,9 @@ _QWEN2_MOE = Architecture(
     ),
     bias_key="qkv_bias",
     output_bias=False,
-    windows=patterns.qwen2_moe_windows,
-    experts=patterns.qwen2_moe_experts,
-    sparse=patterns.qwen_sparse,
+    windows=windows.qwen2_moe_windows,
+    experts=experts.qwen2_moe_experts,
+    sparse=experts.qwen_sparse,
     naming=TensorNaming(shared_expert="mlp.shared_expert"),
 )
 
@@ -1267,9 +1270,9 @@ _QWEN3_5_MOE = replace(
             "num_experts": 256,
         }
     ),
-    width=patterns.expert_width,
-    experts=patterns.qwen3_5_experts,
-    sparse=patterns.all_sparse,
+    width=experts.expert_width,
+    experts=experts.qwen3_5_experts,
+    sparse=experts.all_sparse,
     naming=replace(
         _QWEN3_5.naming,
         shared_expert="mlp.shared_expert",
@@ -1292,8 +1295,8 @@ _LFM2_MOE = replace(
     ),
     tied_key=_LLAMA.tied_key,
     width=_LLAMA.width,
-    experts=patterns.lfm_experts,
-    sparse=patterns.lfm_sparse,
+    experts=experts.lfm_experts,
+    sparse=experts.lfm_sparse,
     naming=replace(
         _LFM2.naming,
         expert_parts=("w1", "w3", "w2"),
@@ -1319,8 +1322,8 @@ _QWEN3_NEXT = replace(
         }
     ),
     width=_QWEN2_MOE.width,
-    experts=patterns.qwen2_moe_experts,
-    sparse=patterns.qwen_sparse,
+    experts=experts.qwen2_moe_experts,
+    sparse=experts.qwen_sparse,
     naming=TensorNaming(shared_expert="mlp.shared_expert", delta=FUSED_DELTA),
 )
 

@@ -45,7 +45,7 @@ from quickstep.model.decoder_spec import (
 )
 from quickstep.model.encoders.encoder_spec import ENCODERS
 from quickstep.model.encoders.read_spec import read_encoder_spec
-from quickstep.model.layer_patterns import make_layers
+from quickstep.model.layer_patterns.layers import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
 # Keys that count layers for drafts after the last one (`model.mtp`).

@@ -172,6 +172,22 @@ class ConfigFields:
             raise self._wrong(name, value, "a list")
         return value
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """So many numbers, all 1 where there are none. Raises ConfigError for another count."""
+        listed = self.sequence(name)
+        found = [value for value in listed or () if isinstance(value, (int, float))]
+        if listed is not None and len(found) != count:
+            raise ConfigError(f"{self.source} sets {name!r} to {listed!r:.80}, not {count} numbers")
+        return tuple(map(float, found)) or (1.0,) * count
+
+    def only(self, name: str, supported: str) -> None:
+        """Raise ConfigError for a text other than the one that is implemented."""
+        value = self.text(name)
+        if value not in ("", supported):
+            raise ConfigError(
+                f"{self.source} sets {name!r} to {value!r}; supported is {supported!r}"
+            )
+
     def mapping(self, name: str) -> Mapping[str, object] | None:
         """An object; None if the config has no value."""
         value = self.value(name)
