@@ -145,3 +145,10 @@ def test_conversations_of_a_key_are_there_in_another_browser(
     expect(first.locator(".conversations li")).to_have_count(0)
     for page in (first, second, other):
         page.context.close()
+
+
+def test_what_is_typed_stays_while_an_answer_is_drawn(page: Page) -> None:
+    begin_long_answer(page, "count", 400)
+    parameters = page.get_by_label("json_schema", exact=True)
+    parameters.press_sequentially('{"type": "object"}', delay=20)
+    assert parameters.input_value() == '{"type": "object"}'

@@ -1,5 +1,5 @@
 // The chat: conversations, messages, the field for the next item, and the settings.
-import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
+import { TextArea, html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { apiKey, getJson } from "./api.js";
 import { Attachments, attached, contentOf } from "./attachments.js";
 import { codeOf } from "./code.js";
@@ -246,8 +246,7 @@ function Panel({ session }) {
     <label><input type="checkbox" checked=${session.isRaw}
       onChange=${(event) => session.set({ isRaw: event.target.checked })} /> ${T.raw}</label>
     <label>${T.system}
-      <textarea rows="3" value=${session.conversation.system}
-        onChange=${(event) => session.setSystem(event.target.value)}></textarea></label>
+      <${TextArea} rows="3" value=${session.conversation.system} onRead=${(text) => session.setSystem(text)} /></label>
     <${Tools} session=${session} />
     <${Settings} session=${session} />
     <fieldset>

@@ -1,6 +1,6 @@
 // The fields of a request, from the schema of the server: names, bounds, defaults and descriptions
 // are those of /openapi.json. Fields of several values are written as JSON.
-import { html, useState } from "./html.js";
+import { TextArea, html, useState } from "./html.js";
 import { T } from "./texts.js";
 
 // what the chat sets itself, and what has an editor of its own
@@ -85,11 +85,12 @@ function Field({ name, schema, session }) {
         return change(JSON.parse(text));
       } catch {
         if (takesText) return change(text);
-        return setProblem(T.noJson);
+        setProblem(T.noJson);
+        return false;
       }
     };
     const text = value === undefined || typeof value === "string" ? (value ?? "") : JSON.stringify(value, null, 1);
-    input = html`<textarea rows="1" ...${shared} value=${text} onChange=${(event) => read(event.target.value)}></textarea>`;
+    input = html`<${TextArea} rows="1" ...${shared} value=${text} onRead=${read} />`;
   }
   return html`
     <div class="field">

@@ -1,5 +1,5 @@
 // Tools: their declarations in the settings, and results that the user writes by hand.
-import { html, useState } from "./html.js";
+import { TextArea, html, useState } from "./html.js";
 import { T } from "./texts.js";
 
 const EMPTY = { type: "object", properties: {} };
@@ -38,19 +38,21 @@ function Tool({ tool, onChange, onRemove }) {
       const parameters = JSON.parse(text);
       setProblem("");
       onChange({ parameters });
+      return true;
     } catch {
       setProblem(T.noJson);
+      return false;
     }
   };
   return html`
     <fieldset class="tool">
       <legend>${tool.name}</legend>
-      <label>${T.toolName} <input value=${tool.name} onChange=${(event) => onChange({ name: event.target.value })} /></label>
+      <label>${T.toolName} <input value=${tool.name} onInput=${(event) => onChange({ name: event.target.value })} /></label>
       <label>${T.toolDescription}
-        <input value=${tool.description ?? ""} onChange=${(event) => onChange({ description: event.target.value })} /></label>
+        <input value=${tool.description ?? ""} onInput=${(event) => onChange({ description: event.target.value })} /></label>
       <label>${T.toolParameters}
-        <textarea rows="5" aria-invalid=${problem ? "true" : null} value=${JSON.stringify(tool.parameters ?? EMPTY, null, INDENT)}
-          onChange=${(event) => read(event.target.value)}></textarea></label>
+        <${TextArea} rows="5" aria-invalid=${problem ? "true" : null}
+          value=${JSON.stringify(tool.parameters ?? EMPTY, null, INDENT)} onRead=${read} /></label>
       ${problem && html`<p class="problem">${problem}</p>`}
       <button type="button" class="small" onClick=${onRemove}>${T.removeTool(tool.name)}</button>
     </fieldset>`;
