@@ -78,12 +78,12 @@ def test_cases_have_sources_and_are_as_many_as_the_guide_says() -> None:
     published = read_cases()
     cases = published.cases
     assert len(cases) >= 60
-    assert len({one.gpu for one in cases}) >= 4
-    assert len({one.engine for one in cases}) >= 3
-    assert {one.engine for one in cases} == set(ENGINES)
-    assert {one.gpu for one in cases} <= set(TABLE.devices)
-    assert {one.model for one in cases} <= set(known_models())
-    assert {one.source for one in cases} == set(published.sources)
+    assert len({item.gpu for item in cases}) >= 4
+    assert len({item.engine for item in cases}) >= 3
+    assert {item.engine for item in cases} == set(ENGINES)
+    assert {item.gpu for item in cases} <= set(TABLE.devices)
+    assert {item.model for item in cases} <= set(known_models())
+    assert {item.source for item in cases} == set(published.sources)
     for source in published.sources.values():
         assert source.title
         assert source.address
@@ -109,7 +109,7 @@ def test_the_fit_finds_the_constants_of_an_engine_from_its_figures() -> None:
     loads = [(gpu, clients) for gpu in ("h100", "a100-80", "l4") for clients in (1, 8, 64)]
     cases = [measured(case(gpu, clients, source=gpu)) for gpu, clients in loads]
     constants = {name: prior[0] for name, prior in PRIORS.items()}
-    known = Fit([steps_of(one, constants, TABLE) for one in cases])
+    known = Fit([steps_of(item, constants, TABLE) for item in cases])
     before = np.abs(known.errors(known.solve([], known.start, 0), range(len(cases))))
     fitted = known.solve(range(len(cases)), known.start, 6)
     errors = known.errors(fitted, range(len(cases)))

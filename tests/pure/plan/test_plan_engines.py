@@ -40,8 +40,8 @@ def costs(achieved: Achieved, model: str = "llama-3.1-8b", quantization: str | N
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_has_constants_cases_and_a_range_about_its_prediction(engine: str) -> None:
     fitted = read_engines()[engine]
-    assert fitted.errors.num_cases == sum(one.num_cases for one in fitted.gpus.values())
-    assert fitted.errors.num_cases == sum(one.num_cases for one in fitted.formats.values())
+    assert fitted.errors.num_cases == sum(item.num_cases for item in fitted.gpus.values())
+    assert fitted.errors.num_cases == sum(item.num_cases for item in fitted.formats.values())
     assert set(fitted.gpus) <= set(TABLE.devices)
     for factors in (fitted.factors, fitted.other_gpu_factors):
         assert len(factors) == len(RANGE_POINTS)
