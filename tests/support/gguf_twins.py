@@ -6,9 +6,11 @@ The names of tensors are those of ggml's own package, so they do not come from t
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -18,6 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_STREAM = re.compile(r"(.+\.altup_(?:unembed_)?projections)\.\d+\.weight")
 _LAYER_THAT_DRAFTS = re.compile(r"mtp\.layers\.0\.")
 _DRAFTING_NAMES = {
     "fc": "eh_proj",
@@ -95,6 +98,9 @@ def write_twin(
             ".expert_feed_forward_length": config["intermediate_size"],
             ".interleave_moe_layer_step": config["interleave_moe_layer_step"],
         }
+    if architecture == "gemma3n":
+        metadata |= _stream_section(config)
+        merged = _stacked(merged)
     if architecture in ("falcon-h1", "nemotron_h", "nemotron_h_moe"):
         merged = _mamba(merged, config)
     if architecture == "falcon-h1":
@@ -154,6 +160,41 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: np.stack([rows[index] for index in range(len(rows))])
         for name, rows in experts.items()
     }
+
+
+def _stream_section(config: Mapping[str, Any]) -> dict[str, object]:
+    """What Gemma 3n has in addition."""
+    parts = config["activation_sparsity_pattern"]
+    ropes = config["rope_parameters"]
+    return {
+        ".altup.active_idx": config["altup_active_idx"],
+        ".altup.num_inputs": config["altup_num_inputs"],
+        ".embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        ".attention.shared_kv_layers": config["num_kv_shared_layers"],
+        ".activation_sparsity_scale": [
+            float(np.float32(NormalDist().inv_cdf(part))) if part else -math.inf for part in parts
+        ],
+        ".attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config["layer_types"]
+        ],
+        ".final_logit_softcapping": config["final_logit_softcapping"],
+        ".rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
+        ".rope.freq_base_swa": float(ropes["sliding_attention"]["rope_theta"]),
+    }
+
+
+def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One tensor for the projections of all streams; factors end in `.weight`."""
+    kept: dict[str, np.ndarray] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name in sorted(tensors):
+        found = _STREAM.fullmatch(name)
+        if found is None:
+            ending = ".weight" if name.endswith("_scale") else ""
+            kept[name + ending] = tensors[name]
+        else:
+            stacks.setdefault(found[1], []).append(tensors[name])
+    return kept | {f"{name}.weight": np.stack(rows) for name, rows in stacks.items()}
 
 
 def _drafting_name(name: str) -> str | None:

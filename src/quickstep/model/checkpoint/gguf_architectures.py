@@ -17,7 +17,8 @@ from quickstep.model.decoder_spec import GGUF_DELTA, TensorNaming
 
 # [C, K] in files, [C, 1, K] in the architecture
 CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
-# `{}` is the number of an expert: files hold those of a layer as one tensor, expert by expert.
+# `{}` is the number of an expert, or of a stream: files hold those of a layer, or of the model, as
+# one tensor, one after another.
 _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
     {
         "attn_q": "self_attn.q_proj",
@@ -47,6 +48,20 @@ _GEMMA_PARTS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA3N_PARTS = {
+    **_GEMMA_PARTS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
 }
 _PHI_PARTS = {
     **_STANDARD_PARTS,
@@ -156,6 +171,14 @@ OUTER_PARTS = {
     "output": "lm_head",
     "output_norm": "model.norm",
 }
+_GEMMA3N_OUTER = {
+    **OUTER_PARTS,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+}
 _EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL_EXPERT_KEYS = {**_EXPERT_KEYS, "expert_count": "num_local_experts"}
 _DELTA_KEYS = {
@@ -212,6 +235,7 @@ class Dialect(msgspec.Struct, frozen=True):
         convolutions: Layers without key heads are short convolutions.
         delta: Layers are Gated DeltaNet, but for those of full attention.
         chunks: Layers attend in chunks, unless the section has a window of 0.
+        streams: There are several residual streams (Gemma 3n).
         single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes.
         flags: Keys of the config that are set where layers have these tensors.
         naming: How the file differs from what the architecture's checkpoints have.
@@ -236,6 +260,7 @@ class Dialect(msgspec.Struct, frozen=True):
     convolutions: bool = False
     delta: bool = False
     chunks: bool = False
+    streams: bool = False
     single_blocks: bool = False
     flags: Mapping[str, str] = msgspec.field(default_factory=dict)
     naming: TensorNaming | None = None
@@ -303,6 +328,23 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             window=True,
             window_base=True,
             scores_layers=62,
+        ),
+        "gemma3n": Dialect(
+            "Gemma3nForCausalLM",
+            _GEMMA3N_PARTS,
+            _GELU,
+            keys={
+                "altup.active_idx": "altup_active_idx",
+                "altup.num_inputs": "altup_num_inputs",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            window=True,
+            window_base=True,
+            streams=True,
+            flags={"altup_correct_scale.weight": "altup_correct_scale"},
+            outer=_GEMMA3N_OUTER,
         ),
         "olmo2": Dialect("Olmo2ForCausalLM", _OLMO2_PARTS),
         "olmoe": Dialect(
