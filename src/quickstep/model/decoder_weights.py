@@ -150,8 +150,8 @@ class ModelInputWeights(msgspec.Struct, frozen=True):
 
 class AltUpWeights(msgspec.Struct, frozen=True):
     """Of a layer of several streams (`AltUp`): the router of a token's coefficients with the norm
-    of what it reads, the coefficients [S * S, S] and [S, S] float32, the factors of the active stream,
-    and both products and the norm of LAuReL.
+    of what it reads, the coefficients [S * S, S] and [S, S] float32, the factors of the active
+    stream, and both products and the norm of LAuReL.
     """
 
     router: LinearWeight
