@@ -80,6 +80,9 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         },
         True,
     ),
+    ("granitehybrid", golden("granite-hybrid"), {}, True),
+    ("granitehybrid", golden("granite-hybrid-moe"), {}, True),
+    ("granitehybrid", golden("granite-hybrid-biases", mamba_proj_bias=False), {}, True),
     ("smollm3", Case("smollm3", "SmolLM3", {"num_hidden_layers": 5}), {}, True),
     (
         "glm4moe",

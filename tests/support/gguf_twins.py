@@ -101,7 +101,10 @@ def write_twin(
     if architecture == "gemma3n":
         metadata |= _stream_section(config)
         merged = _stacked(merged)
-    if architecture in ("falcon-h1", "nemotron_h", "nemotron_h_moe"):
+    if architecture == "granitehybrid":
+        metadata |= _granite_section(config)
+        merged = _parted(merged, is_mixture=config["num_local_experts"] > 0)
+    if architecture in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         merged = _mamba(merged, config)
     if architecture == "falcon-h1":
         merged = {name: values * _factor(name, config) for name, values in merged.items()}
@@ -160,6 +163,41 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: np.stack([rows[index] for index in range(len(rows))])
         for name, rows in experts.items()
     }
+
+
+def _granite_section(config: Mapping[str, Any]) -> dict[str, object]:
+    """What Granite 4 has in addition: layers without key heads are Mamba-2."""
+    keys = config["num_key_value_heads"]
+    kinds = config["layer_types"]
+    return {
+        ".attention.head_count_kv": [keys if kind == "full_attention" else 0 for kind in kinds],
+        ".expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        ".rope.scaling.finetuned": config.get("position_embedding_type") == "rope",
+        ".ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        ".attention.scale": config["attention_multiplier"],
+        ".embedding_scale": config["embedding_multiplier"],
+        ".residual_scale": config["residual_multiplier"],
+        ".logit_scale": config["logits_scaling"],
+    }
+
+
+def _parted(tensors: Mapping[str, np.ndarray], *, is_mixture: bool) -> dict[str, np.ndarray]:
+    """Gate and up apart, of experts and of the MLP, which is one of them in a mixture."""
+    mlp = "mlp.shared_expert" if is_mixture else "mlp"
+    parted: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        start = name.partition(".block_sparse_moe.")[0].partition(".shared_mlp.")[0]
+        module = mlp if ".shared_mlp." in name else "mlp.experts"
+        if name.endswith("input_linear.weight"):
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
+                parted[f"{start}.{module}.{part}_proj.weight"] = half
+        elif name.endswith("output_linear.weight"):
+            parted[f"{start}.{module}.down_proj.weight"] = values
+        elif ".router.layer." in name:
+            parted[f"{start}.mlp.gate.weight"] = values
+        else:
+            parted[name] = values
+    return parted
 
 
 def _stream_section(config: Mapping[str, Any]) -> dict[str, object]:

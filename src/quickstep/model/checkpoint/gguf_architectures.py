@@ -147,6 +147,12 @@ _NEMOTRON_PARTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+_GRANITE_HYBRID_PARTS = {
+    **_MAMBA_PARTS,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _BERT_PARTS = {
     "attn_q": "attention.self.query",
     "attn_k": "attention.self.key",
@@ -201,6 +207,12 @@ _NEMOTRON_KEYS = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
+_GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _QWEN_EXPERT_KEYS = {
     **_EXPERT_KEYS,
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -232,7 +244,9 @@ class Dialect(msgspec.Struct, frozen=True):
         scores_layers: Layers of the one size of the family whose scores are scaled by hidden size /
             heads instead of the head size (Gemma).
         norm_key: The config's key of the norms' epsilon.
-        convolutions: Layers without key heads are short convolutions.
+        without_keys: What layers without key heads are, in the config's `layer_types`.
+        expanded: Layers of Mamba-2, an MLP or a mixture with another width than its shared expert,
+            and positions only where the file says so (Granite 4).
         delta: Layers are Gated DeltaNet, but for those of full attention.
         chunks: Layers attend in chunks, unless the section has a window of 0.
         streams: There are several residual streams (Gemma 3n).
@@ -257,7 +271,8 @@ class Dialect(msgspec.Struct, frozen=True):
     yarn: Mapping[str, object] = msgspec.field(default_factory=dict)
     scores_layers: int | None = None
     norm_key: str = "rms_norm_eps"
-    convolutions: bool = False
+    without_keys: str | None = None
+    expanded: bool = False
     delta: bool = False
     chunks: bool = False
     streams: bool = False
@@ -354,13 +369,26 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
         ),
         "granite": Dialect(
             "GraniteForCausalLM",
+            keys=_GRANITE_KEYS,
+            paired=True,
+        ),
+        "granitehybrid": Dialect(
+            "GraniteMoeHybridForCausalLM",
+            _GRANITE_HYBRID_PARTS,
+            config={**_SILU, "num_local_experts": 0},  # where there is no count
             keys={
-                "attention.scale": "attention_multiplier",
-                "embedding_scale": "embedding_multiplier",
-                "residual_scale": "residual_multiplier",
-                "logit_scale": "logits_scaling",
+                **_LOCAL_EXPERT_KEYS,
+                **_GRANITE_KEYS,
+                "ssm.conv_kernel": "mamba_d_conv",
+                "ssm.state_size": "mamba_d_state",
+                "ssm.group_count": "mamba_n_groups",
+                "ssm.time_step_rank": "mamba_n_heads",
             },
             paired=True,
+            without_keys="linear_attention",
+            expanded=True,
+            flags={"ssm_conv1d.bias": "mamba_conv_bias"},
+            naming=TensorNaming(stored_rates=True),
         ),
         "smollm3": Dialect(
             "SmolLM3ForCausalLM", config={**_SILU, "no_rope_layer_interval": 4}, paired=True
@@ -424,7 +452,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             config={"block_auto_adjust_ff_dim": False},
             keys={"shortconv.l_cache": "conv_L_cache"},
             norm_key="norm_eps",
-            convolutions=True,
+            without_keys="conv",
         ),
         "bert": Dialect(
             "BertModel",

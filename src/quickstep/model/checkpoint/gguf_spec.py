@@ -289,6 +289,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         **(_delta(file, fields, layers) if dialect.delta else {}),
         **(_chunks(fields, layers) if dialect.chunks else {}),
         **(_streams(file, fields) if dialect.streams else {}),
+        **(_expanded(fields, hidden) if dialect.expanded else {}),
         **{key: _has_part(file, part) for part, key in dialect.flags.items()},
         **dialect.config,
         **_of_keys(fields, dialect.keys),
@@ -302,10 +303,10 @@ def _key_heads(fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
     listed = fields.value("attention.head_count_kv")
     if dialect.single_blocks:
         return {}
-    if not dialect.convolutions or not isinstance(listed, tuple):
+    if dialect.without_keys is None or not isinstance(listed, tuple):
         count = fields.optional_integer("attention.head_count_kv")
         return {} if not count else {"num_key_value_heads": count}
-    layers = ["full_attention" if count else "conv" for count in listed]
+    layers = ["full_attention" if count else dialect.without_keys for count in listed]
     return {"num_key_value_heads": max(listed, default=0), "layer_types": layers}
 
 
@@ -340,6 +341,22 @@ def _width(fields: ConfigFields) -> object:
         if isinstance(listed, tuple)
         else fields.optional_integer("feed_forward_length")
     )
+
+
+def _expanded(fields: ConfigFields, hidden: int) -> dict[str, object]:
+    """How much wider Mamba-2 is, the MLP's width, and whether attention turns queries and keys, as
+    llama.cpp reads a key of its own that files have for all models.
+    """
+    values = fields.integer("ssm.inner_size")
+    if values % hidden:
+        raise ConfigError(f"{fields.source} has {values} values of states in {hidden} inputs")
+    shared = fields.optional_integer("expert_shared_feed_forward_length")
+    is_turned = fields.value("rope.scaling.finetuned")
+    return {
+        "mamba_expand": values // hidden,
+        "shared_intermediate_size": shared or fields.optional_integer("feed_forward_length"),
+        "position_embedding_type": "nope" if is_turned is False else "rope",
+    }
 
 
 def _streams(file: GgufFile, fields: ConfigFields) -> dict[str, object]:
