@@ -117,9 +117,10 @@ class MixtureOfExperts:
         y = ops.gather(y, spec.hidden_size)
         if self._shared is None:
             return y
-        shared = self._shared.computed(x, None)
+        shared = self._shared.computed(x, lora)
         if weights.shared_gate is not None:
-            shared = ops.gated(shared, table.linear(x, weights.shared_gate))
+            gates = ops.linear(x, weights.shared_gate, Projection.SHARED_GATE, lora)
+            shared = ops.gated(shared, gates)
         return y + shared
 
 
