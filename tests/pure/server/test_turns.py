@@ -135,6 +135,29 @@ def test_a_client_has_one_request_in_hand_and_delays_no_other_client() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("_patient")
+def test_who_came_while_a_request_was_in_hand_is_before_its_clients_next_one() -> None:
+    async def run() -> None:
+        turns, begun = Turns(), list[str]()
+
+        async def request(client: str) -> None:
+            turn = await turns.take(client)
+            begun.append(client)
+            turn.leave()
+
+        for client in "baa":
+            (await turns.take(client)).leave()
+        first = await turns.take("a")
+        second = asyncio.create_task(request("a"))
+        await asyncio.sleep(0)
+        first.leave()
+        third = asyncio.create_task(request("b"))  # as by what the loop reads then
+        await asyncio.gather(second, third)
+        assert begun == ["b", "a"]
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
 def test_a_request_that_waits_for_its_client_holds_nothing_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

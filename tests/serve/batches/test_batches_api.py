@@ -15,7 +15,7 @@ from live_server import live_server, until
 from openai.types import Batch
 
 from quickstep.errors import EngineDied, EngineError, RequestError
-from quickstep.server.batches.file_store import FileStore
+from quickstep.server.batches.file_store import FileStore, StoredFile
 from quickstep.server.batches.jobs import BatchJobs, BatchRecord
 from quickstep.server.batches.lines import (
     BatchLine,
@@ -451,6 +451,10 @@ def test_an_expiring_batch_is_written_in_pieces_beside_the_loop(tmp_path: Path) 
         def reserve(self, owner: str, num_bytes: int) -> None:
             threads.add(threading.get_ident())
             super().reserve(owner, num_bytes)
+
+        def complete(self, file: StoredFile) -> None:
+            threads.add(threading.get_ident())
+            super().complete(file)
 
     store = Watched(FileOptions(tmp_path), now=lambda: 1000.0)
     writer = store.new("ann", "in", "batch")

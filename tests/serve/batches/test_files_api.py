@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from live_server import live_server
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.app import create_app
-from quickstep.server.batches.file_store import BATCH_OUTPUT, FileStore
+from quickstep.server.batches.file_store import BATCH_OUTPUT, FileStore, StoredFile
 from quickstep.server.options import FileOptions, ServerOptions
 
 LINES = b'{"custom_id": "a"}\n'
@@ -47,6 +48,21 @@ def post(
             return await client.post("/v1/files", data=data, files=files, **extra)
 
     return asyncio.run(run())
+
+
+def test_files_are_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may wait for its disk when a record is replaced."""
+    threads: list[int] = []
+    replace = FileStore._write_record
+
+    def write_record(store: FileStore, file: StoredFile) -> None:
+        threads.append(threading.get_ident())
+        replace(store, file)
+
+    monkeypatch.setattr(FileStore, "_write_record", write_record)
+    answer = post({"purpose": "batch"}, {"file": ("a", LINES)})
+    assert answer.status_code == 200, answer.text
+    assert len(threads) == 2 and threading.get_ident() not in threads
 
 
 def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI) -> None:

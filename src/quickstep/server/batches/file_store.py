@@ -257,12 +257,15 @@ class FileStore:
                 self._record(file).unlink()
                 raise
 
-    def add(self, file: StoredFile) -> None:
-        """Add a complete file, so that `get` finds it."""
+    def complete(self, file: StoredFile) -> None:
+        """Replace the record of a file whose content is complete; any thread may call it."""
         try:
             self._write_record(file)
         except OSError as error:  # the next server finds the first record, and the content
             _LOG.error("the record of %s cannot be written: %s", self.path(file), error)
+
+    def add(self, file: StoredFile) -> None:
+        """Add a complete file, so that `get` finds it."""
         self._files[file.id] = file
 
     def _write_record(self, file: StoredFile) -> None:
@@ -304,6 +307,7 @@ class FileWriter:
         self._written_bytes = 0
         self._reserved_bytes = 0
         self._is_open = True
+        self._is_complete = False
 
     @property
     def is_empty(self) -> bool:
@@ -354,14 +358,24 @@ class FileWriter:
             while data := source.read(_COPY_BYTES):
                 _write_all(content, data)
 
-    def commit(self) -> StoredFile:
-        """Make the file visible."""
-        os.close(self._open_content())
+    def complete(self) -> None:
+        """Nothing follows: write the record, for which file systems may wait for their disk. Any
+        thread may call it.
+        """
+        content = self._open_content()
+        self._file = msgspec.structs.replace(self._file, num_bytes=self._reserved_bytes)
+        self._store.complete(self._file)
+        os.close(content)
         self._descriptor = None
-        file = msgspec.structs.replace(self._file, num_bytes=self._reserved_bytes)
-        self._store.add(file)
+        self._is_complete = True
+
+    def commit(self) -> StoredFile:
+        """Make the file visible; complete it, if it is not."""
+        if not self._is_complete:
+            self.complete()
+        self._store.add(self._file)
         self._is_open = False  # its place is the file's
-        return file
+        return self._file
 
     def discard(self) -> None:
         """Remove the file and give back its bytes."""
@@ -370,9 +384,10 @@ class FileWriter:
         if self._is_open:
             self._is_open = False
             self._store.release_place(self._file.owner)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._descriptor is not None or self._is_complete:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            self._descriptor, self._is_complete = None, False
             self._store.delete(self._file)
 
     def _open_content(self) -> int:

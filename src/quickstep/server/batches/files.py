@@ -208,8 +208,13 @@ class Files:
         life_s = None if fields.expires_after is None else fields.expires_after.seconds
         writer.describe(upload.filename or "", fields.purpose, life_s)
         writer.resize(size)
+
+        def store() -> None:
+            writer.fill(upload.file)
+            writer.complete()
+
         # keys take turns in a lane, which they do not in the threads that all share
-        await self._lanes.of(caller).finish(size, lambda: writer.fill(upload.file))
+        await self._lanes.of(caller).finish(size, store)
         return writer.commit()
 
 

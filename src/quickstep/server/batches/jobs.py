@@ -185,6 +185,12 @@ class _Job(msgspec.Struct):
                 self.batch.num_failed += 1
         return bool(chunk)
 
+    def complete(self) -> None:
+        """Nothing follows in either file."""
+        for writer in (self.output, self.errors):
+            if not writer.is_empty:
+                writer.complete()
+
 
 class BatchJobs:
     """All batches of one server. Everything runs in its event loop, except file access, which runs
@@ -298,6 +304,7 @@ class BatchJobs:
         batch = job.batch
         try:
             status = await self._process(job)
+            await done_in_thread(job.complete)
         except asyncio.CancelledError:
             if batch.status != "cancelling":  # the server stops
                 self._finish(job, "failed", _error("server_stopped", "the server was stopped"))

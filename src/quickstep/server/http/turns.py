@@ -76,7 +76,10 @@ class Turns:
         else:
             self._num_in_hand[client] = 1
             begins = loop.create_future()
-            self._queue(client, begins, loop)
+            self._waiting.push(client, begins)
+            if not self._is_taken:
+                self._is_taken = True
+                self._next(loop)
             await self._begun(client, begins)
         turn = Turn(self, client, loop)
         _TURN.set(turn)
@@ -107,21 +110,16 @@ class Turns:
         if not held_back:
             del self._held_back[client]
 
-    def _queue(
-        self, client: str, begins: asyncio.Future[None], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._waiting.push(client, begins)
-        if not self._is_taken:
-            self._is_taken = True
-            self._next(loop)
-
     def leave(self, client: str) -> None:
         """A request of the client is out of hand, or has gone: one that was held back follows."""
         held_back = self._held_back.get(client, ())
         begins = next((turn for turn in held_back if not turn.done()), None)  # others are cancelled
         if begins is not None:
             self._take_back(client, begins)
-            self._queue(client, begins, begins.get_loop())
+            self._waiting.push(client, begins)
+            if not self._is_taken:  # first the loop reads what others have sent meanwhile
+                self._is_taken, loop = True, begins.get_loop()
+                loop.call_soon(loop.call_soon, self._next, loop)
             return
         self._num_in_hand[client] -= 1
         if not self._num_in_hand[client]:
