@@ -262,6 +262,13 @@ CASES = (
         "routed_scaling_factor": 1.5, "use_bias": True, "mamba_proj_bias": True,
         "use_conv_bias": False,
     }, atol=3e-4),
+    Case("nemotron-h-latents", "NemotronH", {
+        "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"],
+        "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 1,
+        "ssm_state_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 32, "routed_scaling_factor": 1.5,
+    }, atol=3e-4),
     Case("llama4", "Llama4Text", {
         "intermediate_size": 40, "intermediate_size_mlp": 96, "num_hidden_layers": 4,
         "num_local_experts": 5, "head_dim": 24, "attention_chunk_size": 7, "floor_scale": 6,

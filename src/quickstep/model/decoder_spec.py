@@ -60,6 +60,8 @@ class MoESpec(msgspec.Struct, frozen=True):
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
         shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
+        latent_size: Elements of what experts read and return, between two products of the token's;
+            None for the hidden size (Nemotron 3 Super).
         weighs_inputs: An expert's weight multiplies what it reads (Llama 4).
         with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
             the router's weights have a factor of each expert (Gemma 4).
@@ -80,6 +82,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     with_mlp: bool = False
     shared_gate: bool = False
     weighs_inputs: bool = False
+    latent_size: int | None = None
 
 
 class StateSize(msgspec.Struct, frozen=True):

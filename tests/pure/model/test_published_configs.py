@@ -902,7 +902,6 @@ def test_published_config_is_read_and_counts_its_billions(name: str) -> None:
         ("stablelm-2-1_6b", {"rope_pct": 0.5}),
         ("starcoder2-3b", {"activation_function": "relu"}),
         ("Nemotron-Mini-4B-Instruct", {"rope_percent": 0.25}),
-        ("Nemotron-3-Nano-30B-A3B", {"moe_latent_size": 1024}),
         ("Nemotron-3-Nano-30B-A3B", {"residual_in_fp32": True}),
         ("Nemotron-3-Nano-30B-A3B", {"mamba_hidden_act": "relu"}),
         ("Falcon-H1-0.5B", {"mamba_norm_before_gate": True, "mamba_rms_norm": True}),
