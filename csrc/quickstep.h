@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 20
+#define QS_ABI_VERSION 21
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -74,10 +74,11 @@ QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const in
                           int64_t num_tokens, void* out);
 
 // Weights of 4 or 8 bits: (quant - zero) * scale, quants (quantized values) [n, k] of a byte each,
-// scales and zeros [n, k / group_size] float32.
+// scales and zeros [n, k / group_size] float32. With minimums in place of zeros:
+// quant * scale + minimum.
 typedef struct qs_quantized_weight {
   int32_t bits;
-  int32_t unused;
+  int32_t has_minimums;  // `zeros` are minimums
   int64_t n, k;
   int64_t group_size;   // a multiple of 16, or k
   const void* quants;
@@ -219,6 +220,7 @@ typedef struct qs_packed_form {
   int64_t group_size;  // of quants; k for one scale per output
   int16_t has_bias;
   int16_t has_zeros, half_scales, has_sub_scales;  // of quants
+  int32_t has_minimums;                            // in place of zeros
 } qs_packed_form;
 #define QS_PACKED_PARTS 4
 typedef struct qs_packed_parts {

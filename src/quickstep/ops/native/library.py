@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -115,7 +115,7 @@ class QuantizedWeightCall(ctypes.Structure):
 
     _fields_ = (
         ("bits", c_int32),
-        ("unused", c_int32),
+        ("has_minimums", c_int32),
         ("n", c_int64),
         ("k", c_int64),
         ("group_size", c_int64),
