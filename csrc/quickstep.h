@@ -345,6 +345,26 @@ typedef struct qs_attention {
 QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
 
+// Attention of complete texts, of which every token sees all others, or those up to `window` places
+// away. Text i has tokens [offsets[i], offsets[i + 1]).
+#define QS_MAX_TEXT_HEAD_SIZE 256
+typedef struct qs_text_attention_call {
+  int32_t dtype;
+  int32_t num_heads;
+  int32_t head_size;  // at most QS_MAX_TEXT_HEAD_SIZE
+  float scale;
+  int64_t q_stride, k_stride, v_stride;  // between tokens
+  int64_t num_texts;
+  int64_t window;  // below 0: none
+  const int64_t* offsets;  // [num_texts + 1]
+  const void* q;           // [T, H, D], as k and v
+  const void* k;
+  const void* v;
+  void* out;  // [T, H, D]
+} qs_text_attention_call;
+
+QS_API int qs_text_attention(qs_context* context, const qs_text_attention_call* call);
+
 // LoRA: y += scale * b (a x), on the outputs that a part changes. In fp32; the sum over the inputs
 // and that over the ranks are each in one order, and y is rounded once more. Of an embedding, x is a
 // token id, and a x its row of a. A part without b is a complete matrix in place of the base's:
