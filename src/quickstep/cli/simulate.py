@@ -134,6 +134,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--csv", type=Path, metavar="FILE", help="write a line per request, or per run of --sweep"
     )
     output.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page")
+    output.add_argument(
+        "--no-range",
+        action="store_true",
+        help="leave out the range of a GPU's figures, for which each run is simulated again two or "
+        "three times",
+    )
 
 
 def _add_replicas(group: argparse._ArgumentGroup) -> None:
@@ -311,7 +317,7 @@ def run(args: argparse.Namespace) -> int:
             for chain in chains:
                 runs.append(_simulated(args, candidate, rate, policy, replicas, fallback=chain))
                 known = None
-                if evidence is not None and chain is None:
+                if evidence is not None and chain is None and not args.no_range:
                     simulated = partial(_simulated_on, args, rate, policy, replicas)
                     known = _range(args, hardware, evidence, runs[-1].summary, simulated)
                 ranges.append(known)

@@ -106,15 +106,15 @@ def run_sweep(
         _write_csv(args.csv, answer)
     if args.report is not None:
         from quickstep.server.page.single_file import page_with_report
-        from quickstep.sim.report import report_of_sweep
+        from quickstep.sim.report import Swept, report_of_sweep
 
-        goodput = [
-            [(point.rate, point.figures.goodput_per_s) for point in row.points]
-            for row in answer.rows
-        ]
         header = ("combination", *_header(args), "limited by")
         rows = [(str(row.combination), *_cells(args, row), row.limit or "-") for row in answer.rows]
-        report = report_of_sweep(title, answer.recommendation, header, rows, goodput)
+        swept = [
+            [Swept(point.rate, point.figures, point.met) for point in row.points]
+            for row in answer.rows
+        ]
+        report = report_of_sweep(title, answer.recommendation, header, rows, swept)
         args.report.write_text(page_with_report(title, report), encoding="utf-8")
         print(f"{args.report}: written", file=sys.stderr)
     return 0 if answer.met else 1

@@ -150,8 +150,8 @@ class MixedPolicy(_Continuous):
     tokens. A step without decode rows delays no token: its prefill gets all tokens.
 
     While tenants share the device, prompts of one that has many leave steps short for the request
-    of another one that comes next: no longer than `shared_steps` steps of one row. That leaves nine
-    tenths of the throughput, since longer steps gain no more than their fixed cost.
+    of another one that comes next: no longer than `shared_steps` steps of one row. With five that
+    leaves four fifths of the throughput, since longer steps gain no more than their fixed cost.
     """
 
     phases = (Phase.DECODE, Phase.PREFILL)
@@ -162,7 +162,7 @@ class MixedPolicy(_Continuous):
         inter_token_target_s: float,
         min_prefill_tokens: int = 16,
         least_stretch: float = 2.0,
-        shared_steps: float = 10.0,
+        shared_steps: float = 5.0,
     ) -> None:
         super().__init__(order)
         self._inter_token_target_s = inter_token_target_s

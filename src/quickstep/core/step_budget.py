@@ -144,12 +144,13 @@ class StepBudget:
         return sequence is None or self._order.is_crowding(sequence.request)
 
     def _crowded_limit_s(self, draft: StepDraft) -> float:
-        """How long the step may take with prompts of tenants that have many, if one of its rows is
-        of a tenant with less than its part of requests; infinite if none is.
+        """How long the step may take with prompts of tenants that have many, if one of its rows,
+        also of a prompt, is of a tenant with less than its part of requests; infinite if none is.
         """
-        for entry in draft.decode:
+        for entry in (*draft.decode, *draft.prefill):
             if not self._order.is_crowding(entry.sequence.request):
-                return _SHARED_STRETCH * self._cost_model.seconds(draft.decode_load)
+                load = draft.decode_load + draft.prefill_load
+                return _SHARED_STRETCH * self._cost_model.seconds(load)
         return math.inf
 
     # -- drafts -----------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class StepBudget:
         if start is None:
             start = self._batch.prefill_start or 0
         limit_s, is_crowding = draft.limit_s, self._is_crowding(sequence, now)
-        if is_crowding and limit_s is None and draft.decode:
+        if is_crowding and limit_s is None and (draft.decode or draft.prefill):
             if draft.crowded_limit_s is None:
                 draft.crowded_limit_s = self._crowded_limit_s(draft)
             limit_s = draft.crowded_limit_s if draft.crowded_limit_s < math.inf else None

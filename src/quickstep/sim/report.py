@@ -70,6 +70,24 @@ class MemoryPart(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Cell(msgspec.Struct, frozen=True):
+    """A simulation in a grid: the part of its requests within the targets, and whether those are
+    enough.
+    """
+
+    part: float
+    is_met: bool
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """Simulations by combination (rows) and load (columns); None for what was not simulated."""
+
+    title: str
+    row_names: tuple[str, ...]
+    column_names: tuple[str, ...]
+    cells: tuple[tuple[Cell | None, ...], ...]
+
+
 class EndedSequence(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
     """A sequence, with the fields of the step log's records that the timeline reads."""
 
@@ -89,8 +107,8 @@ class RunRecords(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the page displays: a sentence, a table, charts, the runs of the timeline, and the memory
-    of a device.
+    """What the page displays: a sentence, a table, charts, the runs of the timeline, the memory
+    of a device, and the grid of a sweep.
     """
 
     title: str
@@ -100,6 +118,7 @@ class Report(msgspec.Struct, frozen=True):
     charts: tuple[Chart, ...]
     runs: tuple[RunRecords, ...] = ()
     memory: tuple[MemoryPart, ...] = ()
+    grid: Grid | None = None
 
 
 def report_of_runs(title: str, runs: Sequence[Run]) -> Report:
@@ -127,19 +146,45 @@ def report_of_runs(title: str, runs: Sequence[Run]) -> Report:
     return Report(title, "", header, rows, tuple(charts), tuple(map(_records, runs)))
 
 
+class Swept(msgspec.Struct, frozen=True):
+    """One simulation of a sweep: its load in sessions per second, its figures, and whether enough
+    requests are within the targets.
+    """
+
+    rate: float
+    figures: Summary
+    is_met: bool
+
+
 def report_of_sweep(
     title: str,
     sentence: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    goodput: Sequence[Points],
+    simulations: Sequence[Sequence[Swept]],
 ) -> Report:
-    """The report of a sweep: its recommendation, a row for each combination, and the goodput of
-    each over the load. The first cell of a row is the combination's name.
+    """The report of a sweep: its recommendation, a row of the table for each combination, and its
+    simulations as a grid over the loads and as curves of goodput. The first cell of a row is the
+    combination's name.
     """
-    lines = tuple(Line(row[0], points) for row, points in zip(rows, goodput, strict=True))
+    names = tuple(row[0] for row in rows)
+    lines = tuple(
+        Line(name, [(swept.rate, swept.figures.goodput_per_s) for swept in of_row])
+        for name, of_row in zip(names, simulations, strict=True)
+    )
     chart = Chart("Requests within the targets", "sessions/s", "requests/s", lines)
-    return Report(title, sentence, tuple(header), tuple(map(tuple, rows)), (chart,))
+    table = tuple(map(tuple, rows))
+    return Report(title, sentence, tuple(header), table, (chart,), grid=_grid(names, simulations))
+
+
+def _grid(names: tuple[str, ...], simulations: Sequence[Sequence[Swept]]) -> Grid:
+    rates = sorted({swept.rate for of_row in simulations for swept in of_row})
+    cells = []
+    for of_row in simulations:
+        found = {swept.rate: Cell(swept.figures.attainment, swept.is_met) for swept in of_row}
+        cells.append(tuple(found.get(rate) for rate in rates))
+    title = "Part of the requests within the targets, by combination and load"
+    return Grid(title, names, tuple(f"{rate:.3g}/s" for rate in rates), tuple(cells))
 
 
 def _run_table(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:

@@ -61,6 +61,8 @@ def test_runs_have_a_range_with_its_evidence(capsys) -> None:
     assert "tokens/s, TTFT p50" in text
     assert "% of the range" in text
     assert "evidence: " in text
+    (row,) = figures(capsys, *flags, "--no-range")
+    assert (row["range"], row["figures"]) == (None, likely)
 
 
 def test_replicas_share_the_requests_and_survive_faults(capsys) -> None:

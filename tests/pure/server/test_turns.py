@@ -16,12 +16,13 @@ def order_of(clients: list[str], cancelled: tuple[int, ...] = ()) -> list[str]:
     begun: list[str] = []
 
     async def request(turns: Turns, client: str) -> None:
-        await turns.take(client)
+        turn = await turns.take(client)
         begun.append(client)
+        turn.leave()
 
     async def run() -> None:
         turns = Turns()
-        await turns.take("before")  # so that there is a second client
+        (await turns.take("before")).leave()  # so that there is a second client
         await asyncio.sleep(0)
         async with asyncio.timeout(DEADLINE_S):
             tasks = [asyncio.create_task(request(turns, client)) for client in clients]
@@ -65,6 +66,89 @@ def test_a_client_alone_waits_for_nothing() -> None:
 
     done = asyncio.run(run())
     assert all(done), done
+
+
+class InHand:
+    """Requests that stay in hand until they are told to leave; `begun` are those that began."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.begun: list[str] = []
+        self._left: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, *names: str) -> None:
+        """Requests of the clients that the first letters name."""
+        for name in names:
+            self._left[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._run(name))
+        await self.settled()
+
+    async def leave(self, name: str) -> None:
+        self._left[name].set()
+        await self.settled()
+
+    async def settled(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def _run(self, name: str) -> None:
+        turn = await self.turns.take(name[0])
+        self.begun.append(name)
+        try:
+            await self._left[name].wait()
+        finally:
+            turn.leave()
+            turn.leave()  # again, nothing
+
+    async def end(self) -> None:
+        for name in self.tasks:
+            self._left[name].set()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quickstep.server.http.turns._IN_HAND_S", DEADLINE_S)
+
+
+@pytest.mark.usefixtures("_patient")
+def test_a_client_has_one_request_in_hand_and_delays_no_other_client() -> None:
+    async def run() -> None:
+        requests = InHand()
+        await requests.come("b0", "a0", "a1", "a2")
+        assert requests.begun == ["b0", "a0"]
+        await requests.leave("b0")
+        await requests.come("b1")
+        assert requests.begun == ["b0", "a0", "b1"]
+        requests.tasks["a1"].cancel()
+        await requests.leave("a0")
+        assert requests.begun[3:] == ["a2"]
+        await requests.come("a3", "a4")
+        requests.tasks["a2"].cancel()
+        requests.tasks["a3"].cancel()
+        await requests.settled()
+        assert requests.begun[4:] == ["a4"]
+        await requests.end()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_for_its_client_holds_nothing_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quickstep.server.http.turns._IN_HAND_S", 0.001)
+
+    async def run() -> None:
+        requests = InHand()
+        await requests.come("b0", "a0", "a1", "a2")
+        async with asyncio.timeout(DEADLINE_S):
+            while "a2" not in requests.begun:
+                await asyncio.sleep(0.001)
+        await requests.end()
+
+    asyncio.run(run())
 
 
 def test_clients_take_turns_at_a_place_and_who_leaves_gives_it_on() -> None:

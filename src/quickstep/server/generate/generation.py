@@ -34,6 +34,7 @@ from quickstep.server.generate.prompts import (
 )
 from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
+from quickstep.server.http.turns import leave_turn
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
 from quickstep.text.output_text import prompt_end
@@ -441,6 +442,7 @@ async def open_generation(
             streams.append(_submit(engine, token_ids, request))
             if index % _PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
+        leave_turn()
         del prepared  # a compiled grammar, which the streams hold by now
         for stream in streams:
             await stream.accepted()

@@ -22,6 +22,7 @@ from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import check_num_tokens
 from quickstep.server.generate.sampling import label
 from quickstep.server.http.errors import GenerationFailed
+from quickstep.server.http.turns import leave_turn
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.recorder import BATCHES
@@ -169,6 +170,7 @@ class PromptRun:
                 first = len(streams)
                 for request in part:  # one that is refused leaves the others to be closed
                     streams.append(engine.stream(request))
+                leave_turn()
                 runs = (_last(stream, observer) for stream in streams[first:])
                 deltas += await asyncio.gather(*runs)
             return deltas

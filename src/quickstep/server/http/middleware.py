@@ -46,7 +46,7 @@ from quickstep.errors import RequestError
 from quickstep.server.http.connection_limit import client_of_host
 from quickstep.server.http.errors import ErrorShape, error_body, error_response, json_response
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.http.turns import Turns
+from quickstep.server.http.turns import Turns, leave_turn
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.limits import KeyLimiter
 
@@ -124,14 +124,17 @@ class AccessMiddleware:
                 state["api_key_name"] = self._owner(scope)
             else:
                 _check_host(scope, self._hosts)
-            await self._turns.take(state["api_key_name"] or _address(scope))
+            turn = await self._turns.take(state["api_key_name"] or _address(scope))
         except RequestError as error:
             response = await error_response(Request(scope), error)
             if error.status == 401:
                 response.headers.update(_CHALLENGE)
             await response(scope, receive, send)
             return
-        await self._app(scope, _Receive(scope, receive), send)
+        try:
+            await self._app(scope, _Receive(scope, receive), send)
+        finally:
+            turn.leave()
 
     def _owner(self, scope: Scope) -> str:
         presented = list(_presented(scope))
@@ -328,6 +331,7 @@ class _Watched:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            leave_turn()
             headers = [*message.get("headers", ()), *self._headers()]
             message = {**message, "headers": headers}
         await self._send(message)

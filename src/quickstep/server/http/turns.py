@@ -1,57 +1,138 @@
 """Clients take turns on the event loop: requests that came together begin one at a time, each time
-one of another client.
+one of another client, and each client has one request in hand.
 
 The loop runs the steps of all that is ready, in the order in which it came, before it reads from
 sockets again. Without turns a request waits for everything that a client with many connections has
-sent before; with them, for what other clients are owed (`core.owner_turns`): a client with few
-requests waits for what has begun. Turns cost some time per request, so there are none while only
+sent before; with them, for what other clients are owed (`core.owner_turns`). And its every step
+waits for a step of each request that has begun, on the loop and in the threads of the lanes, which
+take the interpreter from the loop: so a client's next request begins when the server has done its
+work on the last one, and waits for the engine or has begun its response. A client with few requests
+waits for one of each other client. Turns cost some time per request, so there are none while only
 one client comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 
 from quickstep.core.owner_turns import OwnerTurns
 
 _REMEMBERED_S = 10.0  # how long there are turns after two clients came
+_IN_HAND_S = 0.05  # what takes longer waits for something, as for bytes of its client
+
+
+class Turn:
+    """A request in hand: it has begun, and the server works on it, until it `leave`s: its response
+    starts, it waits for the engine, or it has taken too long to be at work.
+    """
+
+    def __init__(self, turns: Turns, client: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._turns: Turns | None = turns
+        self._client = client
+        self._timer = loop.call_later(_IN_HAND_S, self.leave)
+
+    def leave(self) -> None:
+        """Be out of hand; again, nothing."""
+        if self._turns is not None:
+            self._timer.cancel()
+            self._turns.leave(self._client)
+            self._turns = None
+
+
+_TURN: ContextVar[Turn | None] = ContextVar("quickstep_turn", default=None)
+
+
+def leave_turn() -> None:
+    """The request of this task has gone to the engine, or its response begins: out of hand."""
+    turn = _TURN.get()
+    if turn is not None:
+        turn.leave()
 
 
 class Turns:
-    """Belongs to one event loop. While few requests come, each begins at once."""
+    """Belongs to one event loop. While one client comes, each request begins at once."""
 
     def __init__(self) -> None:
         self._waiting = OwnerTurns[asyncio.Future[None]]()
         self._is_taken = False  # in this run of the loop
         self._last_client: str | None = None
         self._ends_s = 0.0
+        self._num_in_hand: dict[str, int] = {}  # of each client, and what waits for its turn
+        self._held_back: dict[str, deque[asyncio.Future[None]]] = {}  # while others are in hand
 
-    async def take(self, client: str) -> None:
-        """Wait for a turn of a client."""
+    async def take(self, client: str) -> Turn:
+        """Wait for a turn of a client. The request is in hand until it leaves."""
         loop = asyncio.get_running_loop()
+        if not self._is_shared(client, loop.time()):
+            self._num_in_hand[client] = self._num_in_hand.get(client, 0) + 1
+        elif client in self._num_in_hand:
+            begins: asyncio.Future[None] = loop.create_future()
+            self._held_back.setdefault(client, deque()).append(begins)
+            await self._begun(client, begins)
+        else:
+            self._num_in_hand[client] = 1
+            begins = loop.create_future()
+            self._queue(client, begins, loop)
+            await self._begun(client, begins)
+        turn = Turn(self, client, loop)
+        _TURN.set(turn)
+        return turn
+
+    def _is_shared(self, client: str, now_s: float) -> bool:
+        """Whether other clients came, too, a short time ago."""
         if client != self._last_client:
             if self._last_client is not None:
-                self._ends_s = loop.time() + _REMEMBERED_S
+                self._ends_s = now_s + _REMEMBERED_S
             self._last_client = client
-        elif loop.time() > self._ends_s:
-            return
+        return now_s <= self._ends_s
+
+    async def _begun(self, client: str, begins: asyncio.Future[None]) -> None:
+        try:
+            await begins
+        except asyncio.CancelledError:
+            held_back = self._held_back.get(client, ())
+            if begins in held_back:
+                self._take_back(client, begins)
+            else:
+                self.leave(client)
+            raise
+
+    def _take_back(self, client: str, begins: asyncio.Future[None]) -> None:
+        held_back = self._held_back[client]
+        held_back.remove(begins)
+        if not held_back:
+            del self._held_back[client]
+
+    def _queue(
+        self, client: str, begins: asyncio.Future[None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._waiting.push(client, begins)
         if not self._is_taken:
             self._is_taken = True
-            self._waiting.serve(client)
-            loop.call_soon(self._next, loop)
+            self._next(loop)
+
+    def leave(self, client: str) -> None:
+        """A request of the client is out of hand, or has gone: one that was held back follows."""
+        held_back = self._held_back.get(client, ())
+        begins = next((turn for turn in held_back if not turn.done()), None)  # others are cancelled
+        if begins is not None:
+            self._take_back(client, begins)
+            self._queue(client, begins, begins.get_loop())
             return
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.push(client, turn)
-        await turn
+        self._num_in_hand[client] -= 1
+        if not self._num_in_hand[client]:
+            del self._num_in_hand[client]
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give the next turn; what it starts runs before the one after it."""
         while self._waiting:
-            _, turn = self._waiting.pop()
-            if not turn.done():  # cancelled
-                turn.set_result(None)
+            _, begins = self._waiting.pop()
+            if not begins.done():  # cancelled
+                begins.set_result(None)
                 loop.call_soon(self._next, loop)
                 return
         self._is_taken = False

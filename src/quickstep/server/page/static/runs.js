@@ -1,4 +1,4 @@
-// The figures of a report: its table and curves, and the memory of a device as a bar.
+// The figures of a report: its table and curves, the grid of a sweep, the memory of a device as a bar.
 import { html } from "./html.js";
 import { LineChart } from "./charts.js";
 import { T } from "./texts.js";
@@ -15,6 +15,7 @@ export function Runs({ report }) {
         </table>
       </div>
       ${report.memory.length > 0 && html`<${Memory} parts=${report.memory} />`}
+      ${report.grid && html`<${Grid} grid=${report.grid} />`}
       <div class="grid">
         ${report.charts.map((chart) => html`
           <${LineChart} key=${chart.title} title="${chart.title} (${chart.y_unit})" xLabel=${chart.x_unit} height=${240}
@@ -35,6 +36,23 @@ function Memory({ parts }) {
     <ul class="parts">
       ${parts.map((part, place) => html`<li><i class="swatch part-${place % 6}"></i>${part.name}: ${part.detail}</li>`)}
     </ul>`;
+}
+
+/** Combinations over loads; a cell's colour is the part of its requests within the targets. */
+function Grid({ grid }) {
+  return html`
+    <h2>${grid.title}</h2>
+    <div class="wide" tabindex="0">
+      <table>
+        <thead><tr><td></td>${grid.column_names.map((name) => html`<th scope="col">${name}</th>`)}</tr></thead>
+        <tbody>${grid.cells.map((cells, row) => html`<tr>
+          <th scope="row">${grid.row_names[row]}</th>
+          ${cells.map((cell) => cell === null
+            ? html`<td></td>`
+            : html`<td class="part-met-${Math.floor(4 * cell.part)}">${Math.floor(100 * cell.part)}%${cell.is_met && html` <span role="img" aria-label=${T.targetMet} title=${T.targetMet}>✓</span>`}</td>`)}
+        </tr>`)}</tbody>
+      </table>
+    </div>`;
 }
 
 /** Lines of their own points as columns over all x. */

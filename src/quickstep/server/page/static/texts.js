@@ -127,6 +127,7 @@ export const T = {
   step: (id) => `Step ${id}`,
   requestId: "Request",
   memory: "Memory of a device",
+  targetMet: "enough of the requests are within the targets",
   tenants: "Tenants",
   tenantColumns: ["tenant", "requests", "output tokens", "device s", "part of the device", "queue ms, mean", "TTFT ms, p50 / p99"],
   noTenant: "no key",
