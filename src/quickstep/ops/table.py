@@ -575,6 +575,24 @@ class LayerNormOp(Protocol):
     ) -> Tensor: ...
 
 
+class TextAttentionOp(Protocol):
+    """q, k, v [T, H, D] of texts that begin at `offsets`, one more than there are texts, ->
+    [T, H, D]: every token of a text sees all others of it, or those up to `window` places away.
+    Computed in fp32, rounded once; a text's bits do not depend on the others.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Sequence[int],
+        scale: float,
+        window: int | None,
+        /,
+    ) -> Tensor: ...
+
+
 class AddLayerNormOp(Protocol):
     """(normed, x + residual), as `LayerNormOp` of the sum [T, C]."""
 
@@ -887,6 +905,7 @@ class OpTable(msgspec.Struct, frozen=True):
         experts, route: None where `ops.reference.experts` computes them.
         gate, short_conv, gated_delta, mamba: None where `ops.reference.states` computes them.
         layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
+        text_attention: None where `ops.reference.text_attention` computes it.
         adapter_table: None where adapters cannot be recorded.
         packed_files: None where packed weights are not kept in files.
         steps: Makes captured steps and samples tokens; None where only single ops run.
@@ -936,3 +955,4 @@ class OpTable(msgspec.Struct, frozen=True):
     layer_norm: LayerNormOp | None = None
     add_layer_norm: AddLayerNormOp | None = None
     activation: ActivationOp | None = None
+    text_attention: TextAttentionOp | None = None
