@@ -27,6 +27,7 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.packed_files import NativePackedFiles
 from quickstep.ops.native.states import NativeStates
+from quickstep.ops.native.streams import NativeStreams
 from quickstep.ops.table import LoRAMapping, OpTable
 from quickstep.ops.tensors import (
     FLOAT32,
@@ -76,6 +77,7 @@ class NativeOps:
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
         self._states = NativeStates(library, context)
+        self._streams = NativeStreams(library, context)
         owner = weakref.ref(self)  # a cycle would keep the context and its threads
 
         def pack_linear(weight: AnyTensor, bias: None) -> LinearWeight:
@@ -129,6 +131,7 @@ class NativeOps:
             short_conv=self._states.short_conv,
             gated_delta=self._states.gated_delta,
             mamba=self._states.mamba,
+            streams=self._streams.ops(),
         )
 
     def kernel_s(self) -> float:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -214,7 +214,13 @@ class OpKind:
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
     ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA, MAMBA, HEAD_LINEAR, LATENT_KEYS = range(18, 26)
-    ACTIVATION, LAYER_NORM = range(30, 32)
+    ACTIVATION, LAYER_NORM, STREAMS, MATCH, CUT = range(30, 35)
+
+
+class StreamsKind:
+    """`qs_streams_kind`."""
+
+    MIX, CORRECT, ADD, SPREAD = range(4)
 
 
 class RowsOf:
@@ -536,6 +542,9 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_experts_scratch_bytes", _L, (_P, _P)),
     ("qs_experts_run", _I, (_P, _P, _P)),
     ("qs_gate", _I, (_P, _I, _P, _P, _L, _L, _L, _L, _P)),
+    ("qs_streams", _I, (_P, _P)),
+    ("qs_match_magnitude", _I, (_P, _P)),
+    ("qs_cut_gates", _I, (_P, _I, _P, _L, _L, _F, _P)),
     ("qs_short_conv", _I, (_P, POINTER(ShortConvCall))),
     ("qs_delta", _I, (_P, POINTER(DeltaCall))),
     ("qs_mamba", _I, (_P, POINTER(MambaCall))),
