@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 21
+#define QS_ABI_VERSION 22
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -74,10 +74,11 @@ QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const in
                           int64_t num_tokens, void* out);
 
 // Weights of 4 or 8 bits: (quant - zero) * scale, quants (quantized values) [n, k] of a byte each,
-// scales and zeros [n, k / group_size] float32.
+// scales and zeros [n, k / group_size] float32. With minimums in place of zeros:
+// quant * scale + minimum.
 typedef struct qs_quantized_weight {
   int32_t bits;
-  int32_t unused;
+  int32_t has_minimums;  // `zeros` are minimums
   int64_t n, k;
   int64_t group_size;   // a multiple of 16, or k
   const void* quants;
@@ -219,6 +220,7 @@ typedef struct qs_packed_form {
   int64_t group_size;  // of quants; k for one scale per output
   int16_t has_bias;
   int16_t has_zeros, half_scales, has_sub_scales;  // of quants
+  int32_t has_minimums;                            // in place of zeros
 } qs_packed_form;
 #define QS_PACKED_PARTS 4
 typedef struct qs_packed_parts {
@@ -342,6 +344,26 @@ typedef struct qs_attention {
 // Scratch for layouts in which a few long rows are shared over threads; 0 otherwise.
 QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
+
+// Attention of complete texts, of which every token sees all others, or those up to `window` places
+// away. Text i has tokens [offsets[i], offsets[i + 1]).
+#define QS_MAX_TEXT_HEAD_SIZE 256
+typedef struct qs_text_attention_call {
+  int32_t dtype;
+  int32_t num_heads;
+  int32_t head_size;  // at most QS_MAX_TEXT_HEAD_SIZE
+  float scale;
+  int64_t q_stride, k_stride, v_stride;  // between tokens
+  int64_t num_texts;
+  int64_t window;  // below 0: none
+  const int64_t* offsets;  // [num_texts + 1]
+  const void* q;           // [T, H, D], as k and v
+  const void* k;
+  const void* v;
+  void* out;  // [T, H, D]
+} qs_text_attention_call;
+
+QS_API int qs_text_attention(qs_context* context, const qs_text_attention_call* call);
 
 // LoRA: y += scale * b (a x), on the outputs that a part changes. In fp32; the sum over the inputs
 // and that over the ranks are each in one order, and y is rounded once more. Of an embedding, x is a

@@ -37,6 +37,7 @@ void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                   const qs_kv_write& call);
 int64_t attention_scratch_bytes(int num_threads, const qs_attention& call);
 void paged_attention(Pool* pool, const qs_attention& call);
+void text_attention(Pool* pool, const qs_text_attention_call& call);
 void elementwise(Pool* pool, const ElementwiseArgs& args);
 void finish_logits(Pool* pool, const FinishLogitsArgs& args);
 int64_t sample_scratch_bytes(int64_t vocab_size);

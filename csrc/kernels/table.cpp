@@ -39,6 +39,7 @@ const Kernels kernels = {
     .rotary_write = rotary_write,
     .attention_scratch_bytes = attention_scratch_bytes,
     .paged_attention = paged_attention,
+    .text_attention = text_attention,
     .elementwise = elementwise,
     .finish_logits = finish_logits,
     .sample_scratch_bytes = sample_scratch_bytes,

@@ -165,7 +165,7 @@ def _load_model(
     settings = (str(dtype), ops.name, positions, load.quantization or "")
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if spec.encoder is not None:
-        # Imported here: it computes with torch.
+        # Imported here: decoders do not need it.
         from quickstep.model.encoders.encoder import load_encoder
 
         if load.quantization is not None:
@@ -173,8 +173,8 @@ def _load_model(
                 f"--quantization is {load.quantization}, but {spec.architecture} is an encoder, "
                 "whose weights stay as they are; leave the option out"
             )
-        placement = (torch_device(device), torch_dtype(dtype))
-        sizes = placement, max_model_len
+        where, kind = (device, dtype) if on_host else (torch_device(device), torch_dtype(dtype))
+        sizes = (where, kind), max_model_len
         return load_encoder(files, spec, ops, *sizes, fingerprint, progress)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.

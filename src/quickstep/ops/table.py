@@ -575,6 +575,24 @@ class LayerNormOp(Protocol):
     ) -> Tensor: ...
 
 
+class TextAttentionOp(Protocol):
+    """q, k, v [T, H, D] of texts that begin at `offsets`, one more than there are texts, ->
+    [T, H, D]: every token of a text sees all others of it, or those up to `window` places away.
+    Computed in fp32, rounded once; a text's bits do not depend on the others.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Sequence[int],
+        scale: float,
+        window: int | None,
+        /,
+    ) -> Tensor: ...
+
+
 class AddLayerNormOp(Protocol):
     """(normed, x + residual), as `LayerNormOp` of the sum [T, C]."""
 
@@ -967,6 +985,7 @@ class OpTable(msgspec.Struct, frozen=True):
         streams: None where `ops.reference.streams` computes them.
         row_ids: None where torch computes it; captured steps record it.
         layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
+        text_attention: None where `ops.reference.text_attention` computes it.
         adapter_table: None where adapters cannot be recorded.
         packed_files: None where packed weights are not kept in files.
         steps: Makes captured steps and samples tokens; None where only single ops run.
@@ -1016,5 +1035,6 @@ class OpTable(msgspec.Struct, frozen=True):
     layer_norm: LayerNormOp | None = None
     add_layer_norm: AddLayerNormOp | None = None
     activation: ActivationOp | None = None
+    text_attention: TextAttentionOp | None = None
     streams: StreamOps | None = None
     row_ids: RowIdsOp | None = None

@@ -126,6 +126,7 @@ class NativeOps:
             route=self._experts.route,
             experts=self._experts.experts,
             latent=self._latent.ops(),
+            text_attention=self._attention.text_attention,
             gate=self._states.gate,
             short_conv=self._states.short_conv,
             gated_delta=self._states.gated_delta,
@@ -211,7 +212,7 @@ class NativeOps:
         assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = token_ids.new_empty((num_tokens, size), dtype=torch_dtype(dtype))
+        out = _new_rows(token_ids, (num_tokens, size), dtype)
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -230,7 +231,7 @@ class NativeOps:
     ) -> Tensor:
         packed = weight.data
         shape = (token_ids.numel(), weight.num_inputs)
-        out = token_ids.new_empty(shape, dtype=torch_dtype(dtype))
+        out = _new_rows(token_ids, shape, dtype)
         if isinstance(packed, PackedQuantized):
             self._quantized.rows(token_ids, weight, out)
             return out
@@ -472,6 +473,15 @@ class NativeOps:
         if status:
             raise_for_status(status, "logits")
         return out
+
+
+def _new_rows(ids: TensorT, shape: tuple[int, int], dtype: DType | torch.dtype) -> TensorT:
+    """A new tensor of the class of `ids`; not initialized."""
+    kind = host_dtype(dtype)
+    if isinstance(ids, HostTensor):
+        assert kind is not None
+        return ids.new_empty(shape, kind)
+    return ids.new_empty(shape, dtype=torch_dtype(dtype))
 
 
 def _rows(x: TensorT) -> TensorT:
