@@ -640,8 +640,14 @@ class _Packing:
                 self._linear(start, (name,), self._spec.mlp_bias) for name in EXPERT_LATENTS
             )
             latents = into, out
-        others = {"shared_gate": packed_gate, "latents": latents}
-        experts = MoEWeights(router, of_experts, selection_bias, shared, **others)
+        experts = MoEWeights(
+            router,
+            of_experts,
+            selection_bias,
+            shared,
+            shared_gate=packed_gate,
+            latents=latents,
+        )
         return self._with_mlp(start, experts) if moe.with_mlp else experts
 
     def _with_mlp(self, start: str, experts: MoEWeights) -> MoEWeights:
