@@ -205,6 +205,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
         conv_bias: The convolution has one.
         has_norm: The outputs of a group are normed.
         least_step, most_step: Limits of the time step.
+        norms_first: They are normed before the gates multiply them.
         factors: Of the gates, values, keys, queries and time steps that a token's inputs are.
     """
 
@@ -219,6 +220,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     least_step: float = 0.0
     most_step: float = math.inf
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    norms_first: bool = False
 
     @property
     def num_outputs(self) -> int:

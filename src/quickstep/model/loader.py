@@ -507,6 +507,7 @@ class _Packing:
             most_step=mixer.most_step,
             gate_factor=mixer.factors[0],
             step_factor=mixer.factors[4],
+            norms_first=mixer.norms_first,
         )
         return Mamba2Weights(
             self._linear(start, ("in_proj",), mixer.bias),

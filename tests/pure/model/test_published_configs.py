@@ -904,7 +904,6 @@ def test_published_config_is_read_and_counts_its_billions(name: str) -> None:
         ("Nemotron-Mini-4B-Instruct", {"rope_percent": 0.25}),
         ("Nemotron-3-Nano-30B-A3B", {"residual_in_fp32": True}),
         ("Nemotron-3-Nano-30B-A3B", {"mamba_hidden_act": "relu"}),
-        ("Falcon-H1-0.5B", {"mamba_norm_before_gate": True, "mamba_rms_norm": True}),
         ("Falcon-H1-0.5B", {"mlp_multipliers": [0.0, 1.0]}),
         ("Falcon-H1-0.5B", {"mamba_use_mlp": False}),
         ("Llama-4-Scout-17B-16E", {"attention_k_eq_v": True}),
