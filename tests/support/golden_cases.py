@@ -248,7 +248,7 @@ CASES = (
         "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.8], "key_multiplier": 0.5,
     }, atol=3e-4),
     Case("falcon-h1-norm-first", "FalconH1", {
-        "mamba_d_ssm": 80, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
+        "mamba_d_ssm": 96, "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
         "mamba_rms_norm": True, "mamba_norm_before_gate": True,
         "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.8],
     }, atol=3e-4),
