@@ -658,6 +658,7 @@ typedef struct qs_mamba_call {
   float eps;
   float least_step, most_step;
   float gate_factor, step_factor;  // of the gates and of the time steps in x
+  int32_t norms_first;             // outputs are normed before the gate multiplies them
   const void* x;
   const float* taps;           // [width, channels]
   const float* conv_bias;      // [channels], or null

@@ -493,6 +493,10 @@ struct MambaSizes {
   }
 };
 
+QS_INLINE bool gates_after_norm(const qs_mamba_call& call) {
+  return call.norm != nullptr && call.norms_first != 0;
+}
+
 // A head of a row. It reads the convolution's inputs, and leaves them to MambaInputs.
 template <typename T>
 struct MambaHead {
@@ -599,8 +603,9 @@ struct MambaHead {
     for (int64_t i = 0; i < p; i += W) {
       const int64_t n = p - i;
       const vf value = load_up_to(values.value[place] + i, n);
-      const vf found = fma(skip, value, load_up_to(values.out[place] + i, n));
-      store_up_to(out + i, found * Silu::apply(load_up_to(z + i, n) * factor), n);
+      vf found = fma(skip, value, load_up_to(values.out[place] + i, n));
+      if (!gates_after_norm(call)) found = found * Silu::apply(load_up_to(z + i, n) * factor);
+      store_up_to(out + i, found, n);
     }
   }
 
@@ -689,11 +694,13 @@ struct MambaInputs {
   }
 };
 
-// The heads of a group of one token: normed, or only rounded.
+// The heads of a group of one token: normed, and then gated where the gate comes last, or only
+// rounded.
 template <typename T>
 void finish_group(const qs_mamba_call& call, const float* mixed, int64_t token, int64_t group) {
   const int64_t num_values = call.num_heads * call.head_size, size = num_values / call.num_groups;
   const float* in = mixed + token * num_values + group * size;
+  const T* z = static_cast<const T*>(call.x) + token * call.x_stride + group * size;
   T* out = static_cast<T*>(call.out) + token * num_values + group * size;
   vf scale = set1(1.0f);
   if (call.norm != nullptr) {
@@ -709,6 +716,7 @@ void finish_group(const qs_mamba_call& call, const float* mixed, int64_t token, 
     const int64_t n = size - i;
     vf v = load_up_to(in + i, n);
     if (call.norm != nullptr) v = v * scale * load_up_to(call.norm + group * size + i, n);
+    if (gates_after_norm(call)) v = v * Silu::apply(load_up_to(z + i, n) * call.gate_factor);
     store_up_to(out + i, v, n);
   }
 }

@@ -121,6 +121,12 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         {},
         True,
     ),
+    (
+        "nemotron_h_moe",
+        golden("nemotron-h-latents", time_step_min=NO_LEAST_STEP, use_conv_bias=True),
+        {},
+        True,
+    ),
     ("llama4", golden("llama4", **LLAMA4_OF_GGUF), {}, False),
     (
         "lfm2",

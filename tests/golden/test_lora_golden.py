@@ -248,6 +248,7 @@ def test_experts_equal_peft(last: str, tmp_path: Path) -> None:
         ("qwen2-moe", r".*\.shared_expert(_gate|\.\w+_proj)"),
         ("granite-hybrid-moe", r".*\.shared_mlp\.\w+_linear"),
         ("nemotron-h-moe", r".*\.shared_experts\.\w+_proj"),
+        ("nemotron-h-latents", r".*\.fc[12]_latent_proj"),
         ("llama4", r".*\.shared_expert\.\w+_proj"),
     ],
 )

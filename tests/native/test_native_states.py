@@ -96,6 +96,7 @@ def mamba(mixer: Mamba2, factors: tuple[float, float] = (1.0, 1.0)) -> Kind:
         most_step=mixer.most_step,
         gate_factor=factors[0],
         step_factor=factors[1],
+        norms_first=mixer.norms_first,
     )
 
     def by(which: str) -> Mix:
@@ -116,6 +117,7 @@ KINDS = [
     mamba(Mamba2(6, 20, 2, 12, 3)),
     mamba(Mamba2(4, 64, 1, 128, 4, conv_bias=False, has_norm=False, most_step=0.5)),
     mamba(Mamba2(9, 24, 3, 72, 4), factors=(0.6, 1.7)),
+    mamba(Mamba2(8, 20, 2, 12, 3, norms_first=True), factors=(0.6, 1.7)),
 ]
 
 

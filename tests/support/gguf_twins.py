@@ -300,6 +300,8 @@ def _sizes_of_layers(config: Mapping[str, Any]) -> dict[str, object]:
         ".expert_weights_norm": config["norm_topk_prob"],
         ".expert_weights_scale": float(config["routed_scaling_factor"]),
     }
+    if config.get("moe_latent_size"):
+        of_mixture[".moe_latent_size"] = config["moe_latent_size"]
     keys = config["num_key_value_heads"]
     return {
         ".block_count": len(kinds),

@@ -247,6 +247,11 @@ CASES = (
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
         "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.8], "key_multiplier": 0.5,
     }, atol=3e-4),
+    Case("falcon-h1-norm-first", "FalconH1", {
+        "mamba_d_ssm": 96, "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": True,
+        "ssm_multipliers": [0.7, 0.9, 1.3, 1.1, 0.8],
+    }, atol=3e-4),
     Case("nemotron-h", "NemotronH", {
         "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention",
                               "mlp"],
@@ -261,6 +266,13 @@ CASES = (
         "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 32,
         "routed_scaling_factor": 1.5, "use_bias": True, "mamba_proj_bias": True,
         "use_conv_bias": False,
+    }, atol=3e-4),
+    Case("nemotron-h-latents", "NemotronH", {
+        "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"],
+        "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 1,
+        "ssm_state_size": 20, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 32, "routed_scaling_factor": 1.5,
     }, atol=3e-4),
     Case("llama4", "Llama4Text", {
         "intermediate_size": 40, "intermediate_size_mlp": 96, "num_hidden_layers": 4,

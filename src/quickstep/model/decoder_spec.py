@@ -60,6 +60,8 @@ class MoESpec(msgspec.Struct, frozen=True):
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
         shared_gate: That expert's output is multiplied by the sigmoid of a product of the token.
+        latent_size: Elements of what experts read and return, between two products of the token's;
+            None for the hidden size (Nemotron 3 Super).
         weighs_inputs: An expert's weight multiplies what it reads (Llama 4).
         with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
             the router's weights have a factor of each expert (Gemma 4).
@@ -80,6 +82,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     with_mlp: bool = False
     shared_gate: bool = False
     weighs_inputs: bool = False
+    latent_size: int | None = None
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -202,6 +205,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
         conv_bias: The convolution has one.
         has_norm: The outputs of a group are normed.
         least_step, most_step: Limits of the time step.
+        norms_first: They are normed before the gates multiply them.
         factors: Of the gates, values, keys, queries and time steps that a token's inputs are.
     """
 
@@ -216,6 +220,7 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
     least_step: float = 0.0
     most_step: float = math.inf
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    norms_first: bool = False
 
     @property
     def num_outputs(self) -> int:

@@ -117,7 +117,8 @@ class MoEWeights(msgspec.Struct, frozen=True):
     """A mixture of experts: router hidden -> experts; what is added to the experts' shares for the
     choice, [E] float32, and the expert of all tokens with its gate hidden -> 1, where there are
     such. With an MLP that is
-    added to them, its norms, and the factors of the experts' weights, [E] float32.
+    added to them, its norms, and the factors of the experts' weights, [E] float32. The products to
+    what experts read and back, where that is not of the hidden size.
     """
 
     router: LinearWeight
@@ -128,6 +129,7 @@ class MoEWeights(msgspec.Struct, frozen=True):
     norms: MixtureNorms | None = None
     factors: AnyTensor | None = None
     shared_gate: LinearWeight | None = None
+    latents: tuple[LinearWeight, LinearWeight] | None = None
 
 
 class LayerInputWeights(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from quickstep.model.checkpoint.tensor_reader import (
 from quickstep.model.checkpoint.tensor_schema import (
     ALTUP,
     EXPERT_FACTORS,
+    EXPERT_LATENTS,
     LATENT_HEADS,
     LAYER_INPUTS,
     LAYER_SCALAR,
@@ -506,6 +507,7 @@ class _Packing:
             most_step=mixer.most_step,
             gate_factor=mixer.factors[0],
             step_factor=mixer.factors[4],
+            norms_first=mixer.norms_first,
         )
         return Mamba2Weights(
             self._linear(start, ("in_proj",), mixer.bias),
@@ -633,7 +635,20 @@ class _Packing:
             of_shared = self._reader.tensor(f"{start}{shared_gate(self._spec)}")
             packed_gate = self._ops.pack_linear(of_shared, None)
         of_experts = ExpertWeights(*matrices, data, moe.weighs_inputs)
-        experts = MoEWeights(router, of_experts, selection_bias, shared, shared_gate=packed_gate)
+        latents = None
+        if moe.latent_size is not None:
+            into, out = (
+                self._linear(start, (name,), self._spec.mlp_bias) for name in EXPERT_LATENTS
+            )
+            latents = into, out
+        experts = MoEWeights(
+            router,
+            of_experts,
+            selection_bias,
+            shared,
+            shared_gate=packed_gate,
+            latents=latents,
+        )
         return self._with_mlp(start, experts) if moe.with_mlp else experts
 
     def _with_mlp(self, start: str, experts: MoEWeights) -> MoEWeights:

@@ -196,6 +196,7 @@ class MambaWeights(msgspec.Struct, frozen=True):
         num_groups, state_size, eps: Of its keys, and of the norm.
         least_step, most_step: Limits of the time step.
         gate_factor, step_factor: Of the gates and of the time steps among the inputs.
+        norms_first: Outputs are normed before the gates multiply them.
     """
 
     taps: AnyTensor
@@ -211,6 +212,7 @@ class MambaWeights(msgspec.Struct, frozen=True):
     most_step: float
     gate_factor: float = 1.0
     step_factor: float = 1.0
+    norms_first: bool = False
 
     @property
     def head_size(self) -> int:
@@ -823,7 +825,8 @@ class Mamba2Op(Protocol):
 
     Values, keys and queries go through the convolution and SiLU. With t = softplus(step + bias),
     within limits, S [N, P] of a head becomes exp(rate * t) S + B (t value)'; its output
-    S'C + skip * value is multiplied by silu(z), normed over a group's heads, and rounded once.
+    S'C + skip * value is multiplied by silu(z) and normed over a group's heads, in this order or
+    the other one, and rounded once.
     `states` is changed in place. A token's record is the convolution's inputs and time steps.
     """
 

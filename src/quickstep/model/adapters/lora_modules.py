@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import (
+    EXPERT_LATENTS,
     STATE_MIXER,
     delta_projections,
     gate_up_parts,
@@ -76,6 +77,8 @@ class Projection(enum.IntEnum):
     STATE_IN = 6  # of a state mixer
     STATE_OUT = 7
     SHARED_GATE = 8  # of the expert of all tokens, whose matrices are GATE_UP and DOWN_PROJ
+    LATENT_IN = 9  # what experts read, of `MoESpec.latent_size`
+    LATENT_OUT = 10
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
@@ -128,7 +131,10 @@ def is_expert(spec: ModelSpec, module: LoRAModule) -> bool:
     """
     if module.number >= embedding_number(spec):
         return module.number > lm_head_number(spec)
-    of_mixture = (Projection.ROUTER, Projection.SHARED_GATE)
+    of_mixture = (
+        *(Projection.ROUTER, Projection.SHARED_GATE),
+        *(Projection.LATENT_IN, Projection.LATENT_OUT),
+    )
     return module.number % len(Projection) in of_mixture or is_shared(spec, module.number)
 
 
@@ -145,7 +151,8 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
     if module.number >= embedding_number(spec):
         return False
     projection = Projection(module.number % len(Projection))
-    if projection is Projection.SHARED_GATE or is_shared(spec, module.number):
+    latents = (Projection.LATENT_IN, Projection.LATENT_OUT)
+    if projection in (Projection.SHARED_GATE, *latents) or is_shared(spec, module.number):
         return False
     if projection is Projection.ROUTER:
         return spec.moe is not None and spec.moe.biases
@@ -336,8 +343,13 @@ def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
     """The router and the experts of a sparse layer, by name."""
     assert spec.moe is not None
     hidden, width, naming = spec.hidden_size, spec.moe.intermediate_size, spec.naming
+    size = spec.moe.latent_size or hidden
     router = module_number(layer, Projection.ROUTER)
     found = {f"layers.{layer}.{naming.router}": LoRAModule(router, 0, spec.moe.num_experts, hidden)}
+    if spec.moe.latent_size is not None:
+        into, out = _numbers(layer, Projection.LATENT_IN, Projection.LATENT_OUT)
+        found[f"layers.{layer}.{EXPERT_LATENTS[0]}"] = LoRAModule(into, 0, size, hidden)
+        found[f"layers.{layer}.{EXPERT_LATENTS[1]}"] = LoRAModule(out, 0, hidden, size)
     gate, up, down = naming.expert_parts
     for expert in range(spec.moe.num_experts):
         gate_up, down_proj = (
@@ -346,10 +358,10 @@ def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
         )
         name = f"layers.{layer}.{naming.experts}.{expert}"
         if spec.gated:
-            found[f"{name}.{gate}"] = LoRAModule(gate_up, 0, width, hidden)
+            found[f"{name}.{gate}"] = LoRAModule(gate_up, 0, width, size)
         first_up = width if spec.gated else 0
-        found[f"{name}.{up}"] = LoRAModule(gate_up, first_up, width, hidden)
-        found[f"{name}.{down}"] = LoRAModule(down_proj, 0, hidden, width)
+        found[f"{name}.{up}"] = LoRAModule(gate_up, first_up, width, size)
+        found[f"{name}.{down}"] = LoRAModule(down_proj, 0, size, width)
     return found
 
 

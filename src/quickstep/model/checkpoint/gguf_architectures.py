@@ -145,6 +145,8 @@ _NEMOTRON_PARTS = {
     "attn_norm": "norm",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_latent_down": "mlp.fc1_latent_proj",
+    "ffn_latent_up": "mlp.fc2_latent_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 _GRANITE_HYBRID_PARTS = {
@@ -206,6 +208,7 @@ _NEMOTRON_KEYS = {
     "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
+    "moe_latent_size": "moe_latent_size",
 }
 _GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",

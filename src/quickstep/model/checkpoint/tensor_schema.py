@@ -74,6 +74,8 @@ MIXTURE_NORMS = (
     "pre_feedforward_layernorm_2",
     "post_feedforward_layernorm_2",
 )
+# Of `MoESpec.latent_size`: from the hidden size, and back.
+EXPERT_LATENTS = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
 ROUTER_SCALE, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
 
 
@@ -327,16 +329,20 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
     hidden, naming = spec.hidden_size, spec.naming
     if sparse and spec.moe is not None:
         gate, up, down = naming.expert_parts
-        width = spec.moe.intermediate_size
-        projections = [(gate, width, hidden), (up, width, hidden), (down, hidden, width)]
+        width, size = spec.moe.intermediate_size, spec.moe.latent_size or hidden
+        projections = [(gate, width, size), (up, width, size), (down, size, width)]
         if naming.fused_experts and spec.gated:
-            projections = [(gate, 2 * width, hidden), (down, hidden, width)]
+            projections = [(gate, 2 * width, size), (down, size, width)]
         elif not spec.gated:
             projections = projections[1:]
         yield from _projection(naming.router, spec.moe.num_experts, hidden, spec.moe.biases)
         if spec.moe.selection_bias:
             row = (1,) if naming.bias_row else ()
             yield naming.selection_bias, (*row, spec.moe.num_experts)
+        if spec.moe.latent_size is not None:
+            into, out = EXPERT_LATENTS
+            yield from _projection(into, size, hidden, spec.mlp_bias)
+            yield from _projection(out, hidden, size, spec.mlp_bias)
         if spec.moe.shared_width:
             yield from _shared_expert(spec, spec.moe.shared_width)
         if spec.moe.shared_gate:

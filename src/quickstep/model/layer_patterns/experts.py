@@ -52,14 +52,17 @@ def nemotron_h_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]
 
 
 def nemotron_h_experts(fields: ConfigFields) -> MoESpec | None:
-    """As GLM's, with an expert of all tokens that has its own width; None for a model without."""
+    """As GLM's, with an expert of all tokens that has its own width, and latents that the others
+    read; None for a model without.
+    """
     width = fields.optional_integer("moe_shared_expert_intermediate_size")
     for name in ("num_experts_per_tok", "n_shared_experts"):
         fields.value(name)
-    experts = glm_experts(fields)
+    experts, latent = glm_experts(fields), fields.optional_integer("moe_latent_size")
     if "moe" not in nemotron_h_kinds(fields):
         return None
-    return replace(experts, shared_width=width or fields.integer("moe_intermediate_size"))
+    width = width or fields.integer("moe_intermediate_size")
+    return replace(experts, shared_width=width, latent_size=latent)
 
 
 def granite_hybrid_width(fields: ConfigFields) -> int:

@@ -81,17 +81,14 @@ def falcon_h1_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
     mamba = _mamba2(fields, fields.optional_integer("mamba_d_ssm") or expanded)
     gate, values, keys, queries, steps = fields.numbers("ssm_multipliers", 5)
     is_normed, before = fields.flag("mamba_rms_norm"), fields.flag("mamba_norm_before_gate")
-    if is_normed and before:
-        raise ConfigError(
-            f"{fields.source} sets 'mamba_norm_before_gate'; a norm before the gate is not "
-            "implemented"
-        )
     if mamba.bias != fields.flag("projectors_bias"):
         raise ConfigError(
             f"{fields.source} sets 'mamba_proj_bias' to {mamba.bias} and 'projectors_bias' to "
             f"{not mamba.bias}; they must agree"
         )
-    mamba = replace(mamba, has_norm=is_normed, factors=(gate, values, keys, queries, steps))
+    factors = (gate, values, keys, queries, steps)
+    norms_first = is_normed and before
+    mamba = replace(mamba, has_norm=is_normed, factors=factors, norms_first=norms_first)
     return (mamba,) * num_layers
 
 

@@ -113,8 +113,13 @@ class MixtureOfExperts:
         parts = None
         if table.ranks is not None:
             parts = ExpertParts(table.ranks, ops.shard.outputs(moe.intermediate_size))
-        y = experts(x, routing, weights.experts, spec.activation, adapters, parts)
-        y = ops.gather(y, spec.hidden_size)
+        latents, read = weights.latents, x
+        if latents is not None:
+            read = ops.linear(x, latents[0], Projection.LATENT_IN, lora)
+        y = experts(read, routing, weights.experts, spec.activation, adapters, parts)
+        y = ops.gather(y, moe.latent_size or spec.hidden_size)
+        if latents is not None:
+            y = ops.linear(y, latents[1], Projection.LATENT_OUT, lora)
         if self._shared is None:
             return y
         shared = self._shared.computed(x, lora)

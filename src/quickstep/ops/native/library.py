@@ -362,6 +362,7 @@ class MambaCall(ctypes.Structure):
         ("most_step", c_float),
         ("gate_factor", c_float),
         ("step_factor", c_float),
+        ("norms_first", c_int32),
         ("x", c_void_p),
         ("taps", c_void_p),
         ("conv_bias", c_void_p),

@@ -133,6 +133,7 @@ def mamba_call(weights: MambaWeights, x_stride: int) -> MambaCall:
         most_step=weights.most_step,
         gate_factor=weights.gate_factor,
         step_factor=weights.step_factor,
+        norms_first=weights.norms_first,
         taps=address(weights.taps),
         conv_bias=address(weights.conv_bias),
         rates=address(weights.rates),

@@ -276,10 +276,12 @@ def _mamba_token(
 def _normed_groups(mixed: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
     """The outputs of a token, gated and normed, [heads * P] float32."""
     wide = z.double() * weights.gate_factor
-    gated = mixed * (wide * sigmoid(wide))
+    gate, gates_last = wide * sigmoid(wide), weights.norm is not None and weights.norms_first
+    gated = mixed if gates_last else mixed * gate
     if weights.norm is None:
         return gated.float()
     groups = gated.view(weights.num_groups, -1)
     mean = (groups * groups).sum(1, keepdim=True) / groups.shape[1]
     normed = (groups * reciprocal_sqrt(mean + weights.eps)).flatten()
-    return (normed * to_torch(weights.norm).double()).float()
+    normed = normed * to_torch(weights.norm).double()
+    return (normed * gate if gates_last else normed).float()
