@@ -254,11 +254,18 @@ QS_INLINE void with_dtype(int dtype, const Fn& fn) {
   }
 }
 
+// Two quants of 4 bits (kv_rows.h).
+struct quants4 {
+  uint8_t bits;
+};
+
 // The same for what a KV cache may hold.
 template <typename Fn>
 QS_INLINE void with_kv_dtype(int dtype, const Fn& fn) {
   if (dtype == 3) {
     fn(int8_t{});
+  } else if (dtype == 4) {
+    fn(quants4{});
   } else {
     with_dtype(dtype, fn);
   }
