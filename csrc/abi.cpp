@@ -271,6 +271,18 @@ int qs_layer_norm(qs_context* context, int dtype, const void* x, const void* res
   return QS_OK;
 }
 
+int qs_text_attention(qs_context* context, const qs_text_attention_call* call) {
+  if (!valid_dtype(call->dtype) || call->num_heads < 1 || call->num_texts < 0) return QS_INVALID;
+  if (call->head_size < 1 || call->head_size > QS_MAX_TEXT_HEAD_SIZE) return QS_INVALID;
+  for (int64_t text = 0; text < call->num_texts; ++text) {
+    if (call->offsets[text] < 0 || call->offsets[text] > call->offsets[text + 1]) {
+      return QS_INVALID;
+    }
+  }
+  context->kernels->text_attention(context->pool, *call);
+  return QS_OK;
+}
+
 int qs_write_kv(qs_context* context, const qs_kv_write* call) {
   const int status = qs::check_kv_write(*call);
   if (status == QS_OK) context->kernels->write_kv(context->pool, *call);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "grid_blocks.h"
@@ -165,8 +166,20 @@ void round_piece(QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piec
   }
 }
 
+// A group's zero in place of its minimum, which a group without a scale has everywhere.
+void zero_of_minimum(const qs::QuantRow& row, int64_t group, int64_t group_size) {
+  if (row.scales[group] != 0.0f) {
+    row.zeros[group] = -row.zeros[group] / row.scales[group];
+    return;
+  }
+  row.scales[group] = row.zeros[group];
+  row.zeros[group] = -1.0f;
+  memset(row.quants + group * group_size, 0, group_size);
+}
+
 // A row's quants, scales and zeros in the form of the complete matrix, from those of its own form: an
-// offset of the quants or a zero, and scales repeated for smaller groups.
+// offset of the quants, a zero or a minimum, and scales repeated for smaller groups. A zero's
+// minimum is exact: scales of blocks of 4 bits have at most 16 bits, and their zeros at most 6.
 void adapt_row(const QuantizedLoad& load, const qs::PartForm& own, const qs::QuantRow& row) {
   const int64_t k = load.matrix.k;
   const int own_middle = 1 << (own.bits - 1), middle = 1 << (load.form.bits - 1);
@@ -176,6 +189,13 @@ void adapt_row(const QuantizedLoad& load, const qs::PartForm& own, const qs::Qua
   }
   if (load.form.has_zeros != 0 && !own.has_zeros) {
     for (int64_t i = 0; i < own.num_groups; ++i) row.zeros[i] = static_cast<float>(own_middle);
+  }
+  if (load.packed.has_minimums && !own.has_minimums) {
+    for (int64_t i = 0; i < own.num_groups; ++i) row.zeros[i] *= -row.scales[i];
+  }
+  if (own.has_minimums && !load.packed.has_minimums) {
+    const int64_t group_size = k / own.num_groups;
+    for (int64_t i = 0; i < own.num_groups; ++i) zero_of_minimum(row, i, group_size);
   }
   const int64_t repeats = load.num_groups / own.num_groups;
   for (int64_t i = load.num_groups - 1; repeats > 1 && i >= 0; --i) {
@@ -212,7 +232,7 @@ void decode_piece(const QuantizedLoad& load, qs::Pool* solo, const QuantizedPiec
 // False where a scale or zero needs more than the 16 bits of the layout.
 bool scales_fit(const QuantizedLoad& load, const QuantizedPiece& piece, int64_t num_rows) {
   if (load.num_groups == 1 || !load.packed.half_scales) return true;
-  const float middle = static_cast<float>(1 << (load.form.bits - 1));
+  const float middle = load.packed.middle();
   for (int64_t i = 0; i < num_rows * load.num_groups; ++i) {
     if (!qs::fits_half(piece.scales[i] / load.packed.scale_unit())) return false;
     if (load.form.has_zeros != 0 && !qs::fits_half(piece.zeros[i] - middle)) return false;
@@ -284,13 +304,25 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
   return true;
 }
 
+// Whether minimums are used for all parts. Not if a part has 8 bits about the middle: their products
+// would be those of large numbers, whose rounding is larger too.
+bool has_minimums(const qs_stored_matrix& matrix) {
+  bool found = false;
+  for (int part = 0; part < matrix.num_parts; ++part) {
+    const qs::PartForm own = qs::part_form(matrix.parts[part], matrix.k);
+    if (own.bits == 8 && !own.has_minimums) return false;
+    found = found || own.has_minimums;
+  }
+  return found;
+}
+
 // Loads in one layout. QS_OUT_OF_RANGE where scales do not fit half of it.
 int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quantized_form& form,
                bool half_scales, qs_quantized* linear) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   linear->packed = qs::quantized_layout(
-      {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, half_scales,
-       form.has_sub_scales != 0});
+      {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, has_minimums(matrix),
+       half_scales, form.has_sub_scales != 0});
   if (!qs::allocate_quantized(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
   qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));

@@ -26,6 +26,7 @@ bool all_fit_half(const float* values, int64_t count, float less, float times) {
 
 bool valid(const qs_quantized_weight& weight) {
   if (!qs::valid_quantized_form(weight.bits, weight.n, weight.k, weight.group_size)) return false;
+  if (weight.has_minimums != 0 && weight.zeros == nullptr) return false;
   return weight.sub_scales == nullptr ||
          qs::takes_sub_scales(weight.bits, weight.k, weight.group_size, weight.zeros != nullptr);
 }
@@ -34,14 +35,15 @@ qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
   bool half_scales = false;
   if (weight.group_size != weight.k) {
     const int64_t count = weight.n * (weight.k / weight.group_size);
-    const float middle = static_cast<float>(1 << (weight.bits - 1));
+    const float middle =
+        weight.has_minimums != 0 ? 0.0f : static_cast<float>(1 << (weight.bits - 1));
     const float held = weight.sub_scales != nullptr ? qs::kSubScaleUnit : 1.0f;
     half_scales = all_fit_half(weight.scales, count, 0.0f, held) &&
                   all_fit_half(weight.zeros, count, middle, 1.0f);
   }
   return qs::quantized_layout({weight.bits, weight.n, weight.k, weight.group_size,
-                          weight.zeros != nullptr, half_scales,
-                          weight.sub_scales != nullptr});
+                               weight.zeros != nullptr, weight.has_minimums != 0, half_scales,
+                               weight.sub_scales != nullptr});
 }
 
 bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {

@@ -63,13 +63,15 @@ bool valid(const qs_packed_form& form) {
   if (form.n < 1 || form.k < 1) return false;
   if (form.bits == 0) return form.dtype >= QS_F32 && form.dtype <= QS_F16;
   if (!qs::valid_quantized_form(form.bits, form.n, form.k, form.group_size)) return false;
+  if (form.has_minimums && !form.has_zeros) return false;
   return !form.has_sub_scales ||
          qs::takes_sub_scales(form.bits, form.k, form.group_size, form.has_zeros != 0);
 }
 
 qs::PackedQuantized layout_of(const qs_packed_form& form) {
   return qs::quantized_layout({form.bits, form.n, form.k, form.group_size, form.has_zeros != 0,
-                               form.half_scales != 0, form.has_sub_scales != 0});
+                               form.has_minimums != 0, form.half_scales != 0,
+                               form.has_sub_scales != 0});
 }
 
 // Takes the parts of a weight from a file, one after another.
@@ -146,6 +148,7 @@ void qs_quantized_parts(const qs_quantized* linear, qs_packed_form* form, qs_pac
   form->has_zeros = packed.has_zeros;
   form->half_scales = packed.half_scales;
   form->has_sub_scales = packed.has_sub_scales;
+  form->has_minimums = packed.has_minimums;
   const int64_t floats = static_cast<int64_t>(linear->scale_bytes);
   *parts = {{packed.weights, packed.scales, packed.zeros, packed.bias},
             {static_cast<int64_t>(linear->weight_bytes), packed.scales != nullptr ? floats : 0,

@@ -538,6 +538,39 @@ int run_mamba(qs_program* program, const qs_op& op) {
   return qs_mamba(program->context, &call);
 }
 
+int run_streams(qs_program* program, const qs_op& op, int64_t rows) {
+  qs_streams_call call = {};
+  call.dtype = op.dtype;
+  call.kind = op.option;
+  call.num_tokens = rows;
+  call.num_streams = op.size[0];
+  call.n = op.size[1];
+  call.active = op.size[2];
+  call.x = op.in[0];
+  call.delta = op.in[1];
+  call.scores = op.in[2];
+  call.weight = static_cast<const float*>(op.in[3]);
+  call.scale = op.in[4];
+  call.out = op.out[0];
+  call.scaled = op.out[1];
+  return qs_streams(program->context, &call);
+}
+
+int match_magnitude(qs_program* program, const qs_op& op, int64_t rows) {
+  qs_match_call call = {};
+  call.dtype = op.dtype;
+  call.num_tokens = rows;
+  call.n = op.size[0];
+  call.x_stride = op.stride[0];
+  call.like_stride = op.stride[1];
+  call.total_stride = op.size[1];
+  call.x = op.in[0];
+  call.like = op.in[1];
+  call.total = op.in[2];
+  call.out = op.out[0];
+  return qs_match_magnitude(program->context, &call);
+}
+
 int route(qs_program* program, const qs_op& op, int64_t rows) {
   qs_route_call call = {};
   call.dtype = op.dtype;
@@ -692,6 +725,12 @@ int run_op(qs_program* program, const qs_op& op) {
       return run_delta(program, op);
     case QS_OP_MAMBA:
       return run_mamba(program, op);
+    case QS_OP_STREAMS:
+      return run_streams(program, op, rows);
+    case QS_OP_MATCH:
+      return match_magnitude(program, op, rows);
+    case QS_OP_CUT:
+      return qs_cut_gates(context, op.dtype, op.in[0], rows, op.size[0], a, op.out[0]);
     case QS_OP_LOCAL_IDS:
       return qs_local_ids(static_cast<const int64_t*>(op.in[0]), rows, op.size[0], op.size[1],
                           op.size[2], static_cast<int64_t*>(op.out[0]));

@@ -44,6 +44,7 @@ PackedQuantized quantized_layout(const QuantizedForm& form) {
   packed.num_panels = (form.n + kQuantizedPanel - 1) / kQuantizedPanel;
   packed.num_groups = form.k / form.group_size;
   packed.has_zeros = form.has_zeros;
+  packed.has_minimums = form.has_minimums;
   packed.has_sub_scales = packed.scaled_up = form.has_sub_scales;
   packed.group_size = form.group_size;
   if (packed.num_groups == 1) {

@@ -10,6 +10,7 @@ struct QuantizedForm {
   int64_t n, k;
   int64_t group_size;  // inputs; k for one scale per output
   bool has_zeros;
+  bool has_minimums;  // in place of zeros
   bool half_scales;  // of groups; one scale per output is always f32
   bool has_sub_scales;
 };

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 20
+#define QS_ABI_VERSION 22
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -76,10 +76,11 @@ QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const in
                           int64_t num_tokens, void* out);
 
 // Weights of 4 or 8 bits: (quant - zero) * scale, quants (quantized values) [n, k] of a byte each,
-// scales and zeros [n, k / group_size] float32.
+// scales and zeros [n, k / group_size] float32. With minimums in place of zeros:
+// quant * scale + minimum.
 typedef struct qs_quantized_weight {
   int32_t bits;
-  int32_t unused;
+  int32_t has_minimums;  // `zeros` are minimums
   int64_t n, k;
   int64_t group_size;   // a multiple of 16, or k
   const void* quants;
@@ -221,6 +222,7 @@ typedef struct qs_packed_form {
   int64_t group_size;  // of quants; k for one scale per output
   int16_t has_bias;
   int16_t has_zeros, half_scales, has_sub_scales;  // of quants
+  int32_t has_minimums;                            // in place of zeros
 } qs_packed_form;
 #define QS_PACKED_PARTS 4
 typedef struct qs_packed_parts {
@@ -344,6 +346,26 @@ typedef struct qs_attention {
 // Scratch for layouts in which a few long rows are shared over threads; 0 otherwise.
 QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
+
+// Attention of complete texts, of which every token sees all others, or those up to `window` places
+// away. Text i has tokens [offsets[i], offsets[i + 1]).
+#define QS_MAX_TEXT_HEAD_SIZE 256
+typedef struct qs_text_attention_call {
+  int32_t dtype;
+  int32_t num_heads;
+  int32_t head_size;  // at most QS_MAX_TEXT_HEAD_SIZE
+  float scale;
+  int64_t q_stride, k_stride, v_stride;  // between tokens
+  int64_t num_texts;
+  int64_t window;  // below 0: none
+  const int64_t* offsets;  // [num_texts + 1]
+  const void* q;           // [T, H, D], as k and v
+  const void* k;
+  const void* v;
+  void* out;  // [T, H, D]
+} qs_text_attention_call;
+
+QS_API int qs_text_attention(qs_context* context, const qs_text_attention_call* call);
 
 // LoRA: y += scale * b (a x), on the outputs that a part changes. In fp32; the sum over the inputs
 // and that over the ranks are each in one order, and y is rounded once more. Of an embedding, x is a
@@ -479,6 +501,59 @@ typedef struct qs_state_save {
 QS_API int qs_gate(qs_context* context, int dtype, const void* x, const void* gates,
                    int64_t gate_stride, int64_t num_tokens, int64_t n, int64_t num_gates,
                    void* out);
+
+// Residual streams of a token (AltUp, arXiv:2301.13310), [S, n] each. Coefficients are rows of
+// `weight` times the tanh of the token's scores, in fp32:
+//
+//   MIX      weight [S S, S]   out[i] = x[i] + sum over j of c[i S + j] x[j]
+//   CORRECT  weight [S, S]     out[i] = x[i] + (1 + c[i]) (delta - x[active])
+//                              of both, scaled = out[active] * scale
+//   ADD                        out[i] = x[i] + delta for all streams but the first
+//   SPREAD                     x [n], delta [S - 1, n]: out[0] = x, and the others are those of
+//                              delta, each with the magnitude of x (qs_match_magnitude)
+enum qs_streams_kind {
+  QS_MIX_STREAMS = 0,
+  QS_CORRECT_STREAMS = 1,
+  QS_ADD_TO_STREAMS = 2,
+  QS_SPREAD_STREAMS = 3,
+};
+
+typedef struct qs_streams_call {
+  int32_t dtype;
+  int32_t kind;
+  int64_t num_tokens;
+  int64_t num_streams;  // S, at most 8
+  int64_t n;
+  int64_t active;
+  const void* x;       // [T, S, n]
+  const void* delta;   // [T, n]
+  const void* scores;  // [T, S]
+  const float* weight;
+  const void* scale;   // [n]; null for 1
+  void* out;           // [T, S, n]
+  void* scaled;        // [T, n]
+} qs_streams_call;
+
+QS_API int qs_streams(qs_context* context, const qs_streams_call* call);
+
+// out [T, n] = x * sqrt(mean(like^2) / max(mean(x^2), 1e-5)), plus total unless that is null.
+typedef struct qs_match_call {
+  int32_t dtype;
+  int64_t num_tokens;
+  int64_t n;
+  int64_t x_stride, like_stride, total_stride;
+  const void* x;
+  const void* like;
+  const void* total;
+  void* out;
+} qs_match_call;
+
+QS_API int qs_match_magnitude(qs_context* context, const qs_match_call* call);
+
+// gate_up [T, 2 n] with the gates of a token counted from their mean plus so many standard
+// deviations, and those below it 0.
+QS_API int qs_cut_gates(qs_context* context, int dtype, const void* gate_up, int64_t num_tokens,
+                        int64_t n, float num_deviations, void* out);
 
 // Layers that keep a state of each sequence. A slot has `slot_floats` float32: `width - 1` rows of
 // the convolution's inputs [channels], oldest first; the recurrent state; and records of tokens,
@@ -658,6 +733,12 @@ QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
 //   LAYER_NORM in x, residual or null,    out y, sum           size: inner, size, stride of the
 //              weight, bias or null                            weight; stride: both;
 //                                                              scalar: eps, offset
+//   STREAMS    in x, delta, scores,       out y, scaled        size: S, n, active;
+//              weight, scale: each but x                       option: qs_streams_kind
+//              may be null
+//   MATCH      in x, like, total or null  out y                size: n, stride of total;
+//                                                              stride: of x and like
+//   CUT        in gate_up                 out y                size: n; scalar: deviations
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -687,6 +768,9 @@ enum qs_op_kind {
   QS_OP_LATENT_KEYS = 25,
   QS_OP_ACTIVATION = 30,  // qs_activation_of
   QS_OP_LAYER_NORM = 31,
+  QS_OP_STREAMS = 32,     // qs_streams
+  QS_OP_MATCH = 33,       // qs_match_magnitude
+  QS_OP_CUT = 34,         // qs_cut_gates
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

@@ -188,10 +188,10 @@ PartForm part_form(const qs_file_rows& part, int64_t k) {
   const RowKind& kind = *row_kind(part.kind);
   if (!is_scaled(part.kind)) {
     const int64_t groups = kind.group_size == 0 ? 1 : k / kind.group_size;
-    return {kind.bits, groups, kind.has_zeros};
+    return {kind.bits, groups, kind.has_zeros, kind.has_minimums};
   }
-  if (part.order != nullptr) return {8, requantized_groups(k), false};
-  return {kind.bits, part.num_groups, part.zeros != nullptr};
+  if (part.order != nullptr) return {8, requantized_groups(k), false, false};
+  return {kind.bits, part.num_groups, part.zeros != nullptr, false};
 }
 
 bool has_wide_scales(const qs_file_rows& part) {

@@ -14,6 +14,7 @@ struct PartForm {
   int bits;
   int64_t num_groups;
   bool has_zeros;
+  bool has_minimums;  // in place of zeros
 };
 
 PartForm part_form(const qs_file_rows& part, int64_t k);

@@ -25,13 +25,13 @@ constexpr RowKind kKinds[] = {
     {8, 0, false, 1, 1, false},             // I8, as scaled_rows.h has it
     {4, kSmall, false, kSmall, 18, false},  // Q4_0
     {8, kSmall, false, kSmall, 34, false},  // Q8_0
-    {4, 32, true, kSuper, 144, true},       // Q4_K
-    {8, 32, true, kSuper, 176, true},       // Q5_K
+    {4, 32, true, kSuper, 144, true, true},  // Q4_K
+    {8, 32, true, kSuper, 176, true, true},  // Q5_K
     {8, 16, false, kSuper, 210, true},      // Q6_K
-    {4, kSmall, true, kSmall, 20, true},    // Q4_1
+    {4, kSmall, true, kSmall, 20, false, true},  // Q4_1
     {8, kSmall, false, kSmall, 22, false},  // Q5_0
-    {8, kSmall, true, kSmall, 24, true},    // Q5_1
-    {4, 16, true, kSuper, 84, true},        // Q2_K
+    {8, kSmall, true, kSmall, 24, false, true},  // Q5_1
+    {4, 16, true, kSuper, 84, true, true},  // Q2_K
     {4, 16, false, kSuper, 110, true},      // Q3_K
     {8, kSmall, false, kSmall, 18, false},  // IQ4_NL
     {8, kSmall, false, kSuper, 136, true},  // IQ4_XS
@@ -71,21 +71,15 @@ void q8_0(const uint8_t* block, const QuantRow& out) {
   for (int i = 0; i < kSmall; ++i) out.quants[i] = block[2 + i] ^ 128;
 }
 
-// Quants of `scale * q + low`; a group without a scale holds `low` everywhere.
-void with_low(int group, float scale, float low, const QuantRow& out, int size = kSmall) {
-  if (scale != 0.0f) {
-    out.scales[group] = scale;
-    out.zeros[group] = -low / scale;
-    return;
-  }
-  out.scales[group] = low;
-  out.zeros[group] = -1.0f;
-  memset(out.quants + group * size, 0, size);
+// Weights `scale * quant + minimum` of a group.
+void with_minimum(int group, float scale, float minimum, const QuantRow& out) {
+  out.scales[group] = scale;
+  out.zeros[group] = minimum;
 }
 
 void q4_1(const uint8_t* block, const QuantRow& out) {
   nibbles(block + 4, 16, out.quants);
-  with_low(0, half_at(block), half_at(block + 2), out);
+  with_minimum(0, half_at(block), half_at(block + 2), out);
 }
 
 // Adds the fifth bits of a block's quants, 8 in each of 4 octets, and `offset`.
@@ -105,7 +99,7 @@ void q5_0(const uint8_t* block, const QuantRow& out) {
 void q5_1(const uint8_t* block, const QuantRow& out) {
   nibbles(block + 8, 16, out.quants);
   fifth_bits(block + 4, 0, out.quants);
-  with_low(0, half_at(block), half_at(block + 2), out);
+  with_minimum(0, half_at(block), half_at(block + 2), out);
 }
 
 // d, dmin, and 8 scales and minima of 6 bits each.
@@ -115,13 +109,13 @@ void k_scales(const uint8_t* block, const QuantRow& out) {
   const uint8_t* second = block + 8;
   const uint8_t* third = block + 12;
   for (int i = 0; i < 4; ++i) {
-    with_low(i, d * static_cast<float>(first[i] & 63),
+    with_minimum(i, d * static_cast<float>(first[i] & 63),
              -least * static_cast<float>(second[i] & 63), out);
   }
   for (int i = 0; i < 4; ++i) {
     const int scale = (third[i] & 15) | (first[i] >> 6) << 4;
     const int minimum = (third[i] >> 4) | (second[i] >> 6) << 4;
-    with_low(4 + i, d * static_cast<float>(scale), -least * static_cast<float>(minimum), out);
+    with_minimum(4 + i, d * static_cast<float>(scale), -least * static_cast<float>(minimum), out);
   }
 }
 
@@ -166,8 +160,8 @@ void q2_k(const uint8_t* block, const QuantRow& out) {
   }
   const float d = half_at(block + 80), least = half_at(block + 82);
   for (int group = 0; group < 16; ++group) {
-    with_low(group, d * static_cast<float>(block[group] & 15),
-             -least * static_cast<float>(block[group] >> 4), out, 16);
+    with_minimum(group, d * static_cast<float>(block[group] & 15),
+             -least * static_cast<float>(block[group] >> 4), out);
   }
 }
 
@@ -349,8 +343,10 @@ void convert_row(const qs_file_rows& part, int64_t index, const uint8_t* row, in
     decode_row(part, row, form.block_inputs, {quants, scales, zeros});
     for (int64_t i = 0; i < form.block_inputs; ++i) {
       const int64_t group = i / form.group_size;
+      const float quant = static_cast<float>(quants[i]);
       const float zero = form.has_zeros ? zeros[group] : middle;
-      const float value = (static_cast<float>(quants[i]) - zero) * scales[group];
+      const float value =
+          form.has_minimums ? quant * scales[group] + zero : (quant - zero) * scales[group];
       store(value, to, first + i, out);
     }
   }
@@ -479,7 +475,10 @@ void decode_row(const qs_file_rows& part, const uint8_t* row, int64_t k, const Q
       kDecode[part.kind](from, to);
     }
     const float factor = static_cast<float>(part.factor);
-    for (int64_t group = 0; factor != 1.0f && group < groups; ++group) to.scales[group] *= factor;
+    for (int64_t group = 0; factor != 1.0f && group < groups; ++group) {
+      to.scales[group] *= factor;
+      if (form.has_minimums) to.zeros[group] *= factor;
+    }
   }
 }
 

@@ -20,7 +20,7 @@ inline float bf16_to_float(uint16_t half) {
   return value;
 }
 
-// Quants of a row with its scales and zeros, one per group.
+// Quants of a row with its scales and zeros, or the minimums of kinds that have those, one per group.
 struct QuantRow {
   uint8_t* quants;
   float* scales;
@@ -35,6 +35,7 @@ struct RowKind {
   bool has_zeros;
   int64_t block_inputs, block_bytes;
   bool wide_scales;
+  bool has_minimums = false;  // in place of zeros
 };
 
 // An element of a row of floating point.

@@ -101,6 +101,8 @@ def additions(entry: Architecture) -> Iterator[str]:
         yield "soft-caps"
     if entry.layer_scalars:
         yield "layers of two head sizes, inputs of each layer, shared keys"
+    if entry.sizes is layers.gemma3n_layers:
+        yield "several residual streams, inputs of each layer, shared keys, gates set to 0"
 
 
 def rows() -> Iterator[str]:

@@ -272,30 +272,34 @@ struct GroupSums {
 
 // One group, as defined in `quantized_tile.h`. 8 bits: c = fma((dot - zero * sum) * x_scale, scale,
 // c); of 4 bits the same without x_scale: part = fma(dot - zero * sum, scale, part), and after the
-// last group that shares x_scale c = fma(part, x_scale, c).
-template <int Bits, int Vectors, typename Scale, bool HasZeros>
+// last group that shares x_scale c = fma(part, x_scale, c). Minimums are added there as well.
+template <int Bits, int Vectors, typename Scale, Offset Kind>
 void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales, const int32_t* dots,
                float* part, bool first, bool last, float* c) {
   vf scale[Vectors], zero[Vectors];
 #pragma GCC unroll 4
   for (int v = 0; v < Vectors; ++v) {
     scale[v] = load(scales + v * W);
-    zero[v] = HasZeros ? load(scales + kQuantizedPanel + v * W) : vf{};
+    zero[v] = Kind != kMiddle ? load(scales + kQuantizedPanel + v * W) : vf{};
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     const vf x_scale = set1(bit_cast<float>(factors[row]));
     const int32_t correction = factors[num_rows + row];
-    const vi start = set1i(correction);
+    const vi start = set1i(Kind == kMinimums ? 0 : correction);  // tiles multiply quants from 0 on
+    const vf negative = negative_sum<Bits>(correction);
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
       vi sum;
       memcpy(&sum, dots + v * W, sizeof(sum));
       vf dot = __builtin_convertvector(sum + start, vf);
-      if (HasZeros) dot = fma(zero[v], negative_sum<Bits>(correction), dot);
+      if (Kind == kZeros) dot = fma(zero[v], negative, dot);
       if constexpr (Bits == 8) {
-        store(c + v * W, fma(dot * x_scale, scale[v], load(c + v * W)));
+        vf total = fma(dot * x_scale, scale[v], load(c + v * W));
+        if (Kind == kMinimums) total = fma(zero[v], -negative * x_scale, total);
+        store(c + v * W, total);
       } else {
-        const vf sums = fma(dot, scale[v], first ? vf{} : load(part + v * W));
+        vf sums = fma(dot, scale[v], first ? vf{} : load(part + v * W));
+        if (Kind == kMinimums) sums = fma(zero[v], -negative, sums);
         if (last) {
           store(c + v * W, fma(sums, x_scale, load(c + v * W)));
         } else {
@@ -310,7 +314,7 @@ void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales, co
 }
 
 // Sums number `done` of a block: those of its groups in order, of each the outputs of every pass.
-template <int Bits, int RowTiles, typename Scale, bool HasZeros>
+template <int Bits, int RowTiles, typename Scale, Offset Kind>
 void scale_sums(const QuantizedLinearArgs& args, const Block& block, Range rows, int64_t done,
                 GroupSums<RowTiles>& sums, float* c) {
   using S = Shape<RowTiles>;
@@ -323,14 +327,14 @@ void scale_sums(const QuantizedLinearArgs& args, const Block& block, Range rows,
     const int64_t num_rows = min_of(kTileRows, rows.size() - begin);
     const int32_t* factors =
         args.rows.factors + 2 * ((rows.begin + begin) * packed.num_groups + group * num_rows);
-    add_group<Bits, S::kVectors, Scale, HasZeros>(
+    add_group<Bits, S::kVectors, Scale, Kind>(
         factors, num_rows, scales + pass * S::kOutputs,
         sums.dots[done % 2] + begin * S::kOutputs, sums.part[pass] + begin * S::kOutputs, first,
         last, c + begin * kQuantizedPanel + pass * S::kOutputs);
   }
 }
 
-template <int Bits, int RowTiles, typename Scale, bool HasZeros>
+template <int Bits, int RowTiles, typename Scale, Offset Kind>
 void run_groups(const QuantizedLinearArgs& args, const Block& block, int64_t step_inputs,
                 Range rows, float* c) {
   using S = Shape<RowTiles>;
@@ -350,15 +354,15 @@ void run_groups(const QuantizedLinearArgs& args, const Block& block, int64_t ste
       bring(fetch);
       add_step<RowTiles>(x.first, x.second, quants + k * kQuantizedPanel);
     }
-    if (i > 0) scale_sums<Bits, RowTiles, Scale, HasZeros>(args, block, rows, i - 1, sums, c);
+    if (i > 0) scale_sums<Bits, RowTiles, Scale, Kind>(args, block, rows, i - 1, sums, c);
     store_sums<RowTiles>(sums.dots[i % 2], S::kSumBytes);
   }
-  scale_sums<Bits, RowTiles, Scale, HasZeros>(args, block, rows, num_sums - 1, sums, c);
+  scale_sums<Bits, RowTiles, Scale, Kind>(args, block, rows, num_sums - 1, sums, c);
 }
 
-template <bool Has>
-struct Zeros {
-  static constexpr bool value = Has;
+template <Offset Kind>
+struct OffsetKind {
+  static constexpr Offset value = Kind;
 };
 
 template <int Bits, int RowTiles>
@@ -371,14 +375,19 @@ void run_tile(const Problem& problem, const Block& block, Range rows, int32_t* c
     }
     return;
   }
-  const auto run = [&](auto scale, auto zeros) {
-    run_groups<Bits, RowTiles, decltype(scale), decltype(zeros)::value>(
+  const auto run = [&](auto scale, auto offset) {
+    run_groups<Bits, RowTiles, decltype(scale), decltype(offset)::value>(
         args, block, problem.step_inputs, rows, reinterpret_cast<float*>(c));
   };
-  if (packed.half_scales) {
-    packed.has_zeros ? run(f16{}, Zeros<true>{}) : run(f16{}, Zeros<false>{});
+  const auto run_scales = [&](auto offset) {
+    packed.half_scales ? run(f16{}, offset) : run(float{}, offset);
+  };
+  if (packed.has_minimums) {
+    run_scales(OffsetKind<kMinimums>{});
+  } else if (packed.has_zeros) {
+    run_scales(OffsetKind<kZeros>{});
   } else {
-    packed.has_zeros ? run(float{}, Zeros<true>{}) : run(float{}, Zeros<false>{});
+    run_scales(OffsetKind<kMiddle>{});
   }
 }
 

@@ -25,6 +25,9 @@ void gate(Pool* pool, const GateArgs& args);
 void short_conv(Pool* pool, const qs_short_conv_call& call);
 void delta(Pool* pool, const qs_delta_call& call, float* spare);
 void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
+void streams(Pool* pool, const qs_streams_call& call);
+void match_magnitude(Pool* pool, const qs_match_call& call);
+void cut_gates(Pool* pool, const CutArgs& args);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);
@@ -34,6 +37,7 @@ void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                   const qs_kv_write& call);
 int64_t attention_scratch_bytes(int num_threads, const qs_attention& call);
 void paged_attention(Pool* pool, const qs_attention& call);
+void text_attention(Pool* pool, const qs_text_attention_call& call);
 void elementwise(Pool* pool, const ElementwiseArgs& args);
 void finish_logits(Pool* pool, const FinishLogitsArgs& args);
 int64_t sample_scratch_bytes(int64_t vocab_size);

@@ -182,6 +182,16 @@ struct GateArgs {
   void* out;
 };
 
+// Gates of gate_up [T, 2 n] counted from their mean plus so many deviations, at least 0.
+struct CutArgs {
+  int dtype;
+  const void* gate_up;
+  int64_t num_tokens, n;
+  float num_deviations;
+  void* out;
+};
+
+constexpr int64_t kMaxStreams = 8;      // residual streams of a token
 constexpr int64_t kMaxConvWidth = 8;    // tokens that a convolution sees
 constexpr int64_t kMaxDeltaSize = 256;  // of a key or a value of Gated DeltaNet
 constexpr int64_t kMaxDeltaGroup = 8;   // value heads that share a key head
@@ -225,6 +235,9 @@ struct Kernels {
   void (*delta)(Pool* pool, const qs_delta_call& call, float* spare);
   // `mixed`: [T, heads * P] of the step; `spare` as for delta
   void (*mamba)(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
+  void (*streams)(Pool* pool, const qs_streams_call& call);
+  void (*match_magnitude)(Pool* pool, const qs_match_call& call);
+  void (*cut_gates)(Pool* pool, const CutArgs& args);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);
@@ -234,6 +247,7 @@ struct Kernels {
                        const qs_kv_write& call);
   int64_t (*attention_scratch_bytes)(int num_threads, const qs_attention& call);
   void (*paged_attention)(Pool* pool, const qs_attention& call);
+  void (*text_attention)(Pool* pool, const qs_text_attention_call& call);
   void (*elementwise)(Pool* pool, const ElementwiseArgs& args);
   void (*finish_logits)(Pool* pool, const FinishLogitsArgs& args);
   int64_t (*sample_scratch_bytes)(int64_t vocab_size);

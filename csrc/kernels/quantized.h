@@ -11,8 +11,9 @@
 //
 //   panel    group 0: steps | scales [64] | zeros [64] (if any), group 1: ...
 //
-// Zeros are held less 2^(bits - 1): 0 is symmetric. Scales and zeros of groups are f16 where that
-// loses nothing, else f32.
+// Zeros are held less 2^(bits - 1): 0 is symmetric. In their place there may be minimums, and a
+// weight is scale * quant + minimum. Scales, zeros and minimums of groups are f16 where that loses
+// nothing, else f32.
 //
 // Quants of 4 bits may have sub-block scales: 16 inputs each, odd, from -15 to 15, held as (m + 15)
 // / 2. They precede the quants that they belong to, 32 inputs at a time:
@@ -52,11 +53,12 @@ struct PackedQuantized {
   int64_t group_bytes;  // quants, scales and zeros; panel_bytes for one group
   bool half_scales;     // f16, with groups
   bool has_zeros;
+  bool has_minimums;    // in place of zeros
   bool has_sub_scales;  // with them a group is complete pieces
   bool scaled_up;       // scales are held times kSubScaleUnit
   void* weights;
   float* scales;  // one group: [num_panels * 64]
-  float* zeros;   // one group, null for symmetric
+  float* zeros;   // or minimums; one group, null for symmetric
   float* bias;    // null for none
 
   // Of a group's quants, with their sub-block scales.
@@ -67,6 +69,8 @@ struct PackedQuantized {
   // What is multiplied with scales as they are held.
   float scale_unit() const { return scaled_up ? 1.0f / kSubScaleUnit : 1.0f; }
   int64_t scale_bytes() const { return half_scales ? 2 : 4; }
+  // What zeros are held less.
+  float middle() const { return has_minimums ? 0.0f : static_cast<float>(1 << (bits - 1)); }
 
   // Groups in a row that share a scale of activations: of 4 bits up to 128 inputs, else one.
   int64_t shared_groups() const {
@@ -121,7 +125,7 @@ struct QuantizeArgs {
 struct PackQuantizedArgs {
   const uint8_t* quants;  // [n, k]
   const float* scales;   // [n, num_groups]
-  const float* zeros;    // [n, num_groups] or null
+  const float* zeros;    // [n, num_groups] or null; minimums if the layout has these
   const int8_t* sub_scales;  // [n, k / 16] or null
   const PackedQuantized* packed;
 };

@@ -137,6 +137,9 @@ struct Dot {
 
 #endif
 
+// What the quants of a group are about: the middle quant, its zero, or 0 with a minimum.
+enum Offset { kMiddle, kZeros, kMinimums };
+
 // sum += value x factor, where both fit 16 bits, as the sum of 16 products of 4 bits does. `narrow`
 // is applied to the factor before: pairs of 16 bits are multiplied, and its upper half by a sign.
 #if defined(__AVX2__)
@@ -154,6 +157,13 @@ QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
 QS_INLINE vi narrow(vi factor) { return factor; }
 QS_INLINE void add_narrow(vi& sum, vi value, vi factor) { sum += value * factor; }
 #endif
+
+// Added to the products of quants, in place of the correction, where weights have minimums: those
+// count quants from 0 on.
+template <int Bits>
+QS_INLINE int32_t minimum_start(int32_t correction) {
+  return Dot<Bits>::kOffset ? 0 : -correction;
+}
 
 // The quants' sum of activations out of its correction, negative; exact.
 template <int Bits>

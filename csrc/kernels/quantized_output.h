@@ -36,14 +36,21 @@ QS_INLINE void emit_single(const PackedQuantized& packed, float scale, int32_t c
   const int64_t first = outputs.begin, n = outputs.size();
   const bool offset = packed.bits == 4 ? Dot<4>::kOffset : Dot<8>::kOffset;
   const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
-  const vi start = set1i(offset ? correction : 0);
+  const int32_t from_zero =
+      packed.bits == 4 ? minimum_start<4>(correction) : minimum_start<8>(correction);
+  const vi start = set1i(packed.has_minimums ? from_zero : offset ? correction : 0);
   const vf x_scale = set1(scale);
   for (int64_t i = 0; i < n; i += W) {
     vi dot;
     memcpy(&dot, c + i, sizeof(dot));
     vf sum = __builtin_convertvector(dot + start, vf);
-    if (packed.zeros != nullptr) sum = fma(load(packed.zeros + first + i), negative, sum);
-    sum = sum * x_scale * load(packed.scales + first + i);
+    if (packed.has_minimums) {
+      const vf scaled = sum * load(packed.scales + first + i);
+      sum = fma(load(packed.zeros + first + i), -negative, scaled) * x_scale;
+    } else {
+      if (packed.zeros != nullptr) sum = fma(load(packed.zeros + first + i), negative, sum);
+      sum = sum * x_scale * load(packed.scales + first + i);
+    }
     if (packed.bias != nullptr) sum += load(packed.bias + first + i);
     store_output(out + i, sum, n - i);
   }

@@ -33,12 +33,11 @@ struct Inputs {
 template <typename Scale>
 void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t group, uint8_t* at) {
   const PackedQuantized& packed = *args.packed;
-  const float middle = static_cast<float>(1 << (packed.bits - 1));
   const int64_t from = output * packed.num_groups + group;
   Scale* scales = reinterpret_cast<Scale*>(at) + output % kQuantizedPanel;
   store_n(scales, set1(args.scales[from] / packed.scale_unit()), 1);
   if (packed.has_zeros) {
-    store_n(scales + kQuantizedPanel, set1(args.zeros[from] - middle), 1);
+    store_n(scales + kQuantizedPanel, set1(args.zeros[from] - packed.middle()), 1);
   }
 }
 
@@ -82,7 +81,7 @@ void pack_scales(const PackQuantizedArgs& args, int64_t output) {
   if (packed.num_groups == 1) {
     packed.scales[output] = args.scales[output];
     if (packed.zeros == nullptr) return;
-    packed.zeros[output] = args.zeros[output] - static_cast<float>(1 << (packed.bits - 1));
+    packed.zeros[output] = args.zeros[output] - packed.middle();
     return;
   }
   for (int64_t group = 0; group < packed.num_groups; ++group) {
@@ -126,7 +125,7 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
 }
 
 struct Scaling {
-  float scale, zero;  // the zero with its middle
+  float scale, zero;  // the zero with its middle, or the minimum
 };
 
 template <typename Scale>
@@ -149,7 +148,7 @@ QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int6
                                : group_scaling<float>(packed, at, lane);
     found.scale *= packed.scale_unit();
   }
-  found.zero += static_cast<float>(1 << (packed.bits - 1));
+  found.zero += packed.middle();
   return found;
 }
 
@@ -184,6 +183,10 @@ void read_row(const PackedQuantized& packed, int64_t output, T* out) {
       for (int64_t i = 0; i < size; ++i) {
         int quant = column[quant_offset(packed, first + i)];
         if (packed.bits == 4) quant = i / kStepInputs % 2 != 0 ? quant >> 4 : quant & 15;
+        if (packed.has_minimums) {
+          values[i] = static_cast<float>(quant) * scaling.scale + scaling.zero;
+          continue;
+        }
         float value = static_cast<float>(quant) - scaling.zero;
         if (packed.has_sub_scales) value *= sub_scale_of(packed, output, first + i);
         values[i] = value * scaling.scale;

@@ -208,8 +208,10 @@ void run_single(const QuantizedTileArgs& call) {
 
 // Groups in ascending order: c = fma((dot - zero * sum) * x_scale, w_scale, c). Of 4 bits, where
 // some groups share an x_scale: part = fma(dot - zero * sum, w_scale, part) over those, from 0, and
-// then c = fma(part, x_scale, c): one operation a group less on the units that multiply.
-template <int Bits, int R, int S, typename Scale, bool Zeros>
+// then c = fma(part, x_scale, c): one operation a group less on the units that multiply. With
+// minimums the dot is that of the quants themselves, and after it minimum * sum is added to part, or
+// minimum * (sum * x_scale) to c.
+template <int Bits, int R, int S, typename Scale, Offset Kind>
 void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
   constexpr bool kShares = Bits == 4;
@@ -235,7 +237,8 @@ void run_groups(const QuantizedTileArgs& call) {
       const int32_t* corrections = factors + R;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
+        vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
+        if constexpr (Kind == kMinimums) start = set1i(minimum_start<Bits>(corrections[r]));
 #pragma GCC unroll 16
         for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
       }
@@ -249,15 +252,19 @@ void run_groups(const QuantizedTileArgs& call) {
                                            v / V * args.panel_bytes) +
             args.part_outputs + v % V * W;
         const vf scale = load(scales);
-        const vf zero = Zeros ? load(scales + kQuantizedPanel) : vf{};
+        const vf zero = Kind != kMiddle ? load(scales + kQuantizedPanel) : vf{};
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-          if (Zeros) dot = fma(zero, negative_sum<Bits>(corrections[r]), dot);
+          const vf negative = negative_sum<Bits>(corrections[r]);
+          if (Kind == kZeros) dot = fma(zero, negative, dot);
           if constexpr (kShares) {
             part[r][v] = fma(dot, scale, part[r][v]);
+            if (Kind == kMinimums) part[r][v] = fma(zero, -negative, part[r][v]);
           } else {
-            held[r][v] = fma(dot * bit_cast<vf>(set1i(factors[r])), scale, held[r][v]);
+            const vf x_scale = bit_cast<vf>(set1i(factors[r]));
+            held[r][v] = fma(dot * x_scale, scale, held[r][v]);
+            if (Kind == kMinimums) held[r][v] = fma(zero, -negative * x_scale, held[r][v]);
           }
         }
       }
@@ -282,7 +289,16 @@ void run_groups(const QuantizedTileArgs& call) {
   }
 }
 
-enum QuantizedForm { kSingle, kGroupsF32, kGroupsF16, kZerosF32, kZerosF16, kNumForms };
+enum QuantizedForm {
+  kSingle,
+  kGroupsF32,
+  kGroupsF16,
+  kZerosF32,
+  kZerosF16,
+  kMinimumsF32,
+  kMinimumsF16,
+  kNumForms
+};
 
 template <int Bits>
 struct QuantizedTileTable {
@@ -291,10 +307,12 @@ struct QuantizedTileTable {
   template <int R, int S>
   constexpr void fill() {
     entries[kSingle][R - 1][S - 1] = run_single<Bits, R, S>;
-    entries[kGroupsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, false>;
-    entries[kGroupsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, false>;
-    entries[kZerosF32][R - 1][S - 1] = run_groups<Bits, R, S, float, true>;
-    entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, true>;
+    entries[kGroupsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMiddle>;
+    entries[kGroupsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMiddle>;
+    entries[kZerosF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kZeros>;
+    entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kZeros>;
+    entries[kMinimumsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMinimums>;
+    entries[kMinimumsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMinimums>;
     if constexpr (S < max_quantized_panels(R)) {
       fill<R, S + 1>();
     } else if constexpr (R < kQuantizedRows) {
@@ -309,7 +327,8 @@ QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows
   static constexpr QuantizedTileTable<8> eight;
   int form = kSingle;
   if (packed.num_groups > 1) {
-    form = (packed.has_zeros ? kZerosF32 : kGroupsF32) + (packed.half_scales ? 1 : 0);
+    form = packed.has_minimums ? kMinimumsF32 : packed.has_zeros ? kZerosF32 : kGroupsF32;
+    form += packed.half_scales ? 1 : 0;
   }
   return (packed.bits == 4 ? four.entries : eight.entries)[form][rows - 1][panels - 1];
 }

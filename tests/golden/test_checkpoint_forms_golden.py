@@ -68,7 +68,7 @@ def old_form(config: dict[str, object]) -> dict[str, object]:
 
 
 # of these, positions by kind of layer have no older form, or there are none
-BY_KIND = ("gemma3", "gemma4", "gemma4-mixture", "olmo3", "nemotron-h", "nemotron-h-moe")
+BY_KIND = ("gemma3", "gemma3n", "gemma4", "gemma4-mixture", "olmo3", "nemotron-h", "nemotron-h-moe")
 
 
 @pytest.mark.parametrize(

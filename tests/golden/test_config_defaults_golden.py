@@ -25,6 +25,8 @@ SIZES = {
 # without which a family cannot run, whatever its class says
 NEEDED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 3},
+    "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 3},
 }
 # Quickstep refuses to guess these where a family has no default of its own in the table.
 SIZE_KEYS = SIZES.keys() - {"num_key_value_heads", "pad_token_id"}
@@ -49,6 +51,8 @@ def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
         "Llama4ForCausalLM",

@@ -46,6 +46,15 @@ def truncated_rope(spec: ModelSpec) -> ModelSpec:
     return replace(spec, ropes=ropes)
 
 
+def without_cutoffs(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(layer, gate_cutoff=None) for layer in spec.layers))
+
+
+def other_active_stream(spec: ModelSpec) -> ModelSpec:
+    assert spec.altup is not None
+    return replace(spec, altup=replace(spec.altup, active=0))
+
+
 def changed(**values: object) -> Callable[[ModelSpec], ModelSpec]:
     return lambda spec: replace(spec, **values)  # type: ignore[arg-type]
 
@@ -65,6 +74,10 @@ CHANGES = [
     ("llama-llama3", plain_rope),
     ("llama-yarn", plain_rope),
     ("phi3-longrope-short", plain_rope),
+    ("gemma3n", without_windows),
+    ("gemma3n", without_cutoffs),
+    ("gemma3n", other_active_stream),
+    ("gemma3n", changed(value_norm=False)),
     ("gemma2", changed(attention_softcap=None)),
     ("gemma2", changed(logit_softcap=None)),
     ("gemma2", changed(norm_offset=0.0)),

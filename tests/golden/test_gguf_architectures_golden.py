@@ -80,6 +80,9 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         },
         True,
     ),
+    ("granitehybrid", golden("granite-hybrid"), {}, True),
+    ("granitehybrid", golden("granite-hybrid-moe"), {}, True),
+    ("granitehybrid", golden("granite-hybrid-biases", mamba_proj_bias=False), {}, True),
     ("smollm3", Case("smollm3", "SmolLM3", {"num_hidden_layers": 5}), {}, True),
     (
         "glm4moe",
@@ -107,6 +110,8 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
     ("qwen3next", QWEN_NEXT, {}, False),
     ("qwen35", QWEN_35, {}, False),
     ("qwen35moe", QWEN_35_MOE, {}, False),
+    # files have a row of each layer's inputs for every token
+    ("gemma3n", golden("gemma3n", vocab_size_per_layer_input=VOCAB), {}, False),
     ("falcon-h1", golden("falcon-h1"), {}, False),
     ("falcon-h1", golden("falcon-h1-norm", **WITHOUT_BIASES), {}, False),
     ("nemotron_h", golden("nemotron-h", time_step_min=NO_LEAST_STEP), {}, True),

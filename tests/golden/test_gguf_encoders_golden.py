@@ -5,7 +5,10 @@ checkpoints of transformers that the files were made of.
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from encoder_outputs import answers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 from tiny_encoders import LETTERS, SPECIAL, VOCAB, write_encoder
@@ -312,3 +316,41 @@ def test_what_is_not_implemented_is_refused_by_name(
     path = files.write_gguf(tmp_path / "m.gguf", architecture, sizes | section, tables)
     with pytest.raises(ConfigError, match=named):
         read_spec(path)
+
+
+_SCRIPT = """
+import sys
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refusing())
+import json
+from encoder_outputs import answers
+
+print(json.dumps([answers(path) for path in sys.argv[1:]]))
+"""
+
+
+def test_encoders_that_cannot_import_torch_answer_to_the_bit_as_with_its_tensors(
+    tmp_path: Path,
+) -> None:
+    heads = {"Bert": "Model", "XLMRoberta": "Model", "ModernBert": "ForSequenceClassification"}
+    for family, kind in heads.items():
+        (tmp_path / family).mkdir()
+        write_encoder(tmp_path / family, family, kind, intermediate_size=64)
+    pieces = word_pieces([*LETTER_PIECES, *(f"[PAD{n}]" for n in range(VOCAB - 57))])
+    blocks = tmp_path / "m.gguf"
+    write_twin(tmp_path / "Bert", blocks, {".pooling_type": 1}, pieces, Kind.Q8_0)
+    paths = [*(str(tmp_path / family) for family in heads), str(blocks)]
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *paths],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stderr
+    for path, found in zip(paths, json.loads(done.stdout), strict=True):
+        assert found == answers(path, enforce_eager=True), path

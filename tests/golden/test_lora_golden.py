@@ -114,9 +114,12 @@ LATENT = {
 }
 ONE_PER_FAMILY = list({case.family: case for case in reversed(CASES)}.values())[::-1]
 PHI = next(case for case in ONE_PER_FAMILY if case.family == "Phi")
-# peft writes the bias of Phi's output projection into the adapter too; the embedding of Nemotron-H
-# has another name, which adapters are not read by
-NO_HEAD_BIAS = [case for case in ONE_PER_FAMILY if case.family not in ("Phi", "NemotronH")]
+# peft writes the bias of Phi's output projection into the adapter too
+NO_HEAD_BIAS = [case for case in ONE_PER_FAMILY if case.family != "Phi"]
+
+
+def embedding_of(case: Case) -> str:
+    return "embeddings" if case.family == "NemotronH" else "embed_tokens"
 
 
 @pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=lambda case: case.name)
@@ -159,9 +162,9 @@ def peft_logits(peft_model, name: str | None, token_ids: list[int]) -> torch.Ten
 def test_embeddings_and_output_projections_equal_peft(case: Case, tmp_path: Path) -> None:
     base = case.save(tmp_path / "base")
     configs = [
-        {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head"]},
+        {"r": 4, "lora_alpha": 8, "target_modules": [embedding_of(case), "lm_head"]},
         {"r": 7, "target_modules": ["lm_head"]},
-        {"r": 3, "target_modules": ["embed_tokens", *targets_of(case)[:1]], "use_rslora": True},
+        {"r": 3, "target_modules": [embedding_of(case), *targets_of(case)[:1]], "use_rslora": True},
     ]
     peft_model = with_adapters(base, tmp_path / "adapters", configs)
     equals_peft(case, peft_model, tmp_path, ["a0", "a1", None, "a2"])
@@ -173,7 +176,7 @@ def test_complete_modules_and_biases_of_b_equal_peft(case: Case, tmp_path: Path)
     targets = targets_of(case)
     configs = [
         {"r": 4, "target_modules": targets[-1:], "modules_to_save": ["lm_head"]},
-        {"r": 3, "target_modules": targets[:1], "modules_to_save": ["embed_tokens"]},
+        {"r": 3, "target_modules": targets[:1], "modules_to_save": [embedding_of(case)]},
         {"r": 5, "target_modules": targets[:2], "lora_bias": True},
     ]
     peft_model = with_adapters(base, tmp_path / "adapters", configs)
@@ -237,6 +240,26 @@ def test_experts_equal_peft(last: str, tmp_path: Path) -> None:
     write_adapter(path, read_spec(tmp_path / "base"), targets, scale=2.0, lora_dropout=0.0)
     peft_model = peft.PeftModel.from_pretrained(base, path, adapter_name="a0")
     equals_peft(case, peft_model.eval(), tmp_path, ["a0", None, "a0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen2-moe", r".*\.shared_expert(_gate|\.\w+_proj)"),
+        ("granite-hybrid-moe", r".*\.shared_mlp\.\w+_linear"),
+        ("nemotron-h-moe", r".*\.shared_experts\.\w+_proj"),
+        ("llama4", r".*\.shared_expert\.\w+_proj"),
+    ],
+)
+def test_the_expert_of_all_tokens_equals_peft(name: str, targets: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == name)
+    base = case.save(tmp_path / "base")
+    configs: list[dict[str, object]] = [
+        {"r": 4, "target_modules": targets},
+        {"r": 3, "target_modules": targets, "use_rslora": True},
+    ]
+    peft_model = with_adapters(base, tmp_path / "adapters", configs)
+    equals_peft(case, peft_model, tmp_path, ["a0", "a1", None, "a0"])
 
 
 def test_unmerged_experts_equal_merged(tmp_path: Path) -> None:

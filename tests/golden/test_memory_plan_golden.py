@@ -1,7 +1,8 @@
 """The memory plan of every architecture is what the loader and the KV allocator take, to the byte.
 
 Except for what the native kernels' layout adds, which is calculated here: biases and sinks are in
-float32, and a matrix has whole panels of outputs (of the cases' matrices only routers are padded).
+float32, and a matrix has whole panels of outputs (of the cases' matrices only routers, tables
+of layers' inputs and LAuReL's are padded).
 """
 
 from __future__ import annotations
@@ -38,16 +39,24 @@ def held_bytes(value: object, seen: set[int]) -> int:
     return sum(held_bytes(getattr(value, name), seen) for name in value.__struct_fields__)
 
 
+def inputs_width(spec: ModelSpec) -> int:
+    """Of a row of the inputs of all layers."""
+    assert spec.layer_inputs is not None
+    return spec.num_layers * spec.layer_inputs.size
+
+
 def kernel_bytes(spec: ModelSpec) -> int:
     """What the layout of the kernels adds to a model in bfloat16."""
     added = 2 * spec.vocab_size * spec.head_bias
+    if spec.layer_inputs is not None:
+        added += 2 * (-spec.layer_inputs.vocab_size % PANEL) * inputs_width(spec)
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
         wide = [
             name
             for name in tensors
             if name.endswith((".bias", ".sinks", "_bias", "_scale"))
-            and not name.endswith("norm.bias")
+            and not name.endswith(("norm.bias", "correct_output_scale"))
         ]
         added += sum(2 * tensors[name][-1] for name in wide)
         if spec.layer_scalars:
@@ -59,9 +68,14 @@ def kernel_bytes(spec: ModelSpec) -> int:
         small = [
             name
             for name in tensors
-            if name.endswith(("conv1d.weight", "A_log", "attn.D", "attn.norm.weight"))
+            if name.endswith(
+                ("conv1d.weight", "A_log", "attn.D", "attn.norm.weight", "coefs.weight")
+            )
         ]
         added += sum(2 * math.prod(tensors[name]) for name in small)
+        if spec.altup is not None:  # of the router and LAuReL
+            outputs = -spec.altup.num_streams % PANEL + -spec.altup.laurel_rank % PANEL
+            added += outputs * 2 * spec.hidden_size
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)

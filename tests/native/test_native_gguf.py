@@ -94,9 +94,35 @@ def test_blocks_become_the_floats_that_ggml_makes_of_them(
     part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind.name)
     loaded = table.load_linear(StoredMatrix("F32", (part,), INPUTS), None)
     found = table.linear(torch.eye(INPUTS), loaded).T
-    has_lows = kind in (Kind.Q4_1, Kind.Q5_1, Kind.Q2_K, Kind.Q4_K, Kind.Q5_K)
-    rounding = 2e-6 if has_lows else 0.0  # `scale * q + low` is computed as `scale * (q - zero)`
-    torch.testing.assert_close(found, meaning(kind, rows), rtol=rounding, atol=rounding / 2)
+    assert torch.equal(found, meaning(kind, rows))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_blocks_of_float16_scales_and_minimums_take_the_bytes_of_the_file(
+    table: OpTable, tmp_path: Path, kind: Kind
+) -> None:
+    outputs = 128  # complete panels
+    rows = random_blocks(kind, outputs, INPUTS, seed=5)
+    (tmp_path / "f").write_bytes(rows.tobytes())
+    assert table.load_linear is not None
+    part = StoredRows(tmp_path / "f", 0, outputs, kind.name)
+    loaded = table.load_linear(StoredMatrix(kind.name, (part,), INPUTS), None)
+    assert loaded.nbytes == rows.nbytes
+    held = table.embedding(torch.arange(outputs), loaded, torch.float32)
+    assert torch.equal(held, meaning(kind, rows))
+
+
+@pytest.mark.parametrize("kind", [*SCALES_AT, *OTHER_SCALES], ids=lambda kind: kind.name)
+def test_rows_of_packed_blocks_are_the_floats_that_ggml_makes_of_them(
+    table: OpTable, tmp_path: Path, kind: Kind
+) -> None:
+    rows = random_blocks(kind, OUTPUTS, INPUTS, seed=11)
+    (tmp_path / "f").write_bytes(rows.tobytes())
+    assert table.load_linear is not None
+    part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind.name)
+    loaded = table.load_linear(StoredMatrix(kind.name, (part,), INPUTS), None)
+    held = table.embedding(torch.arange(OUTPUTS), loaded, torch.float32)
+    assert torch.equal(held, meaning(kind, rows))
 
 
 @pytest.mark.parametrize("kinds", STACKS, ids="+".join)

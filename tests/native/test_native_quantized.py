@@ -57,9 +57,15 @@ def test_sums_over_one_group_are_exact_integers_on_every_level(
     st.sampled_from([*range(1, 15), 33, 97, 131]),
     st.sampled_from([(32, 16), (64, 32), (576, 48), (1024, 128), (1536, 768), (2304, 32)]),
     st.sampled_from([1, 64, 65, 200, 321]),
+    st.booleans(),
 )
 def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
-    seed: int, bits: int, num_tokens: int, sizes: tuple[int, int], outputs: int
+    seed: int,
+    bits: int,
+    num_tokens: int,
+    sizes: tuple[int, int],
+    outputs: int,
+    has_minimums: bool,
 ) -> None:
     inputs, group = sizes
     x = integers(seed, -7, 8, num_tokens, inputs)
@@ -67,7 +73,11 @@ def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
     quants = integers(seed + 1, 0, 2**bits, outputs, inputs)
     scales = 2.0 ** integers(seed + 2, -2, 3, outputs, inputs // group)
     zeros = integers(seed + 3, 0, 2**bits, outputs, inputs // group).float()
-    weight = QuantizedWeight(quants.to(torch.uint8), scales, zeros, bits, group)
+    if has_minimums:
+        zeros = -scales * zeros
+    weight = QuantizedWeight(
+        quants.to(torch.uint8), scales, zeros, bits, group, has_minimums=has_minimums
+    )
     exact = x.double() @ weight.dequantized().double().t()
     assert exact.abs().max() < 2**22  # quarters of it fit float32
     for ops in TABLES:

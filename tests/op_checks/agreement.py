@@ -20,6 +20,7 @@ from torch import Tensor
 from op_checks.cases import AttentionCase, Case, bind
 from op_checks.experts_cases import Matrix
 from op_checks.placement import moved
+from op_checks.stream_cases import STREAM_ORACLES
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import WITHOUT_GATE, LoRAPart, OpTable, RoutingRule
 from quickstep.ops.tensors import read_heads, to_torch
@@ -580,5 +581,6 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "latent_queries": _latent_queries,
         "latent_values": _latent_values,
         "latent_write": _latent_write,
+        **STREAM_ORACLES,
     }
 )

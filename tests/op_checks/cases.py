@@ -29,6 +29,7 @@ from op_checks.case_inputs import CaseInputs, label
 from op_checks.experts_cases import experts_inputs, experts_lora_inputs
 from op_checks.latent_cases import keys_inputs, queries_inputs, values_inputs, write_inputs
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
+from op_checks.stream_cases import STREAM_INPUTS, stream_op
 from quickstep.ops.reference.elementary import activation, add_layer_norm, layer_norm
 from quickstep.ops.reference.experts import experts as reference_experts
 from quickstep.ops.reference.experts import route as reference_route
@@ -45,7 +46,7 @@ from quickstep.ops.table import (
 )
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
-__all__ = ["DTYPES", "LATENT_OPS", "OPS", "AttentionCase", "Case", "bind", "cases"]
+__all__ = ["CPU_OPS", "DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 
 KV_DTYPES = (*DTYPES, torch.int8, torch.uint8, torch.float8_e4m3fn)
 
@@ -96,6 +97,8 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
     if case.op.startswith("latent_"):
         return _bind_latent(ops, case.op, case.fixed)
+    if case.op in STREAM_INPUTS:
+        return _as_tuple(stream_op(ops, case.op), fixed)
     if case.op == "logits":
         weight, divisor, softcap = fixed
         head = _pack(ops, weight, None)  # type: ignore[arg-type]
@@ -113,8 +116,12 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         "add": torch.add if ops.steps is None else ops.steps.add,
         "scale": torch.mul if ops.steps is None else ops.steps.scale,
     }
-    function = functions[case.op]
+    return _as_tuple(functions[case.op], fixed)
 
+
+def _as_tuple(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], fixed: tuple[object, ...]
+) -> Callable[..., tuple[Tensor, ...]]:
     def call(*tokens: Tensor) -> tuple[Tensor, ...]:
         result = function(*tokens, *fixed)
         return result if isinstance(result, tuple) else (result,)
@@ -233,7 +240,7 @@ def cases(
     """All cases of the named ops (None: of all), in each dtype; always the same values."""
     for name in OPS if ops is None else ops:
         for dtype in dtypes:
-            yield from (OPS | LATENT_OPS)[name](dtype)
+            yield from (OPS | CPU_OPS)[name](dtype)
 
 
 def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -616,6 +623,11 @@ def _latent_write_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("latent_write", *inputs)
 
 
+def _stream_cases(op: str, dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in STREAM_INPUTS[op](dtype):
+        yield Case(op, *inputs)
+
+
 OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
     {
         "linear": _linear_cases,
@@ -644,15 +656,15 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
     }
 )
 
-# Of `OpTable.latent`, and what the other ops do where values are in the keys: not on a GPU.
-LATENT_OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = (
-    MappingProxyType(
-        {
-            "latent_keys": _latent_keys_cases,
-            "latent_queries": _latent_queries_cases,
-            "latent_values": _latent_values_cases,
-            "latent_write": _latent_write_cases,
-            "latent_attention": latent_attention_cases,
-        }
-    )
+# Of `OpTable.latent`, what the other ops do where values are in the keys, and of `OpTable.streams`:
+# without kernels for a GPU.
+CPU_OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
+    {
+        "latent_keys": _latent_keys_cases,
+        "latent_queries": _latent_queries_cases,
+        "latent_values": _latent_values_cases,
+        "latent_write": _latent_write_cases,
+        "latent_attention": latent_attention_cases,
+        **{op: partial(_stream_cases, op) for op in STREAM_INPUTS},
+    }
 )

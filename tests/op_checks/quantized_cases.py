@@ -77,6 +77,19 @@ _QUANTIZED_SHAPES = (
 )
 
 
+# (T, C, N, bits, group size, has bias): minimums in place of zeros
+_MINIMUM_SHAPES = (
+    (1, 576, 200, 4, 32, False),
+    (3, 96, 70, 4, 48, True),
+    (7, 2304, 64, 4, 64, True),
+    (2, 92, 65, 4, 92, True),
+    (40, 256, 130, 4, 32, False),
+    (1, 256, 330, 8, 32, True),
+    (34, 640, 65, 8, 32, False),
+    (5, 96, 40, 8, 96, False),
+)
+
+
 def quantized_weight(
     source: CaseInputs, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
 ) -> QuantizedWeight:
@@ -103,6 +116,12 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         x = source.normal(num_tokens, width)
         x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
         yield Inputs(name, (x,), (weight, bias))
+    for num_tokens, width, outputs, bits, group, has_bias in _MINIMUM_SHAPES:
+        name = label("quantized_linear", dtype, num_tokens, width, outputs, "minimums", bits, group)
+        source = CaseInputs(name, dtype)
+        weight = minimum_weight(source, (outputs, width), bits, group)
+        bias = source.normal(outputs) if has_bias else None
+        yield Inputs(name, (source.normal(num_tokens, width),), (weight, bias))
     for num_tokens, width, outputs, group, has_bias in _SUB_BLOCK_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, "multiplied", group)
         source = CaseInputs(name, dtype)
@@ -118,6 +137,16 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         x[num_tokens // 2 :, 7] *= 60.0
         yield Inputs(name, (x,), (float8, bias))
     yield from _extreme_quants(dtype)
+
+
+def minimum_weight(
+    source: CaseInputs, shape: tuple[int, int], bits: int, group: int
+) -> QuantizedWeight:
+    """Groups about 0 that have minimums in place of zeros."""
+    weight = quantized_weight(source, shape, bits, group, zeros=False)
+    middles = source.integers(2 ** (bits - 2), 2 ** (bits - 1), *weight.scales.shape).float()
+    minimums = weight.scales * -middles
+    return replace(weight, zeros=minimums, has_minimums=True)
 
 
 def sub_block_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> QuantizedWeight:

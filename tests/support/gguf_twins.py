@@ -6,9 +6,11 @@ The names of tensors are those of ggml's own package, so they do not come from t
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -18,6 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_STREAM = re.compile(r"(.+\.altup_(?:unembed_)?projections)\.\d+\.weight")
 _LAYER_THAT_DRAFTS = re.compile(r"mtp\.layers\.0\.")
 _DRAFTING_NAMES = {
     "fc": "eh_proj",
@@ -95,7 +98,13 @@ def write_twin(
             ".expert_feed_forward_length": config["intermediate_size"],
             ".interleave_moe_layer_step": config["interleave_moe_layer_step"],
         }
-    if architecture in ("falcon-h1", "nemotron_h", "nemotron_h_moe"):
+    if architecture == "gemma3n":
+        metadata |= _stream_section(config)
+        merged = _stacked(merged)
+    if architecture == "granitehybrid":
+        metadata |= _granite_section(config)
+        merged = _parted(merged, is_mixture=config["num_local_experts"] > 0)
+    if architecture in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         merged = _mamba(merged, config)
     if architecture == "falcon-h1":
         merged = {name: values * _factor(name, config) for name, values in merged.items()}
@@ -154,6 +163,76 @@ def _merged(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: np.stack([rows[index] for index in range(len(rows))])
         for name, rows in experts.items()
     }
+
+
+def _granite_section(config: Mapping[str, Any]) -> dict[str, object]:
+    """What Granite 4 has in addition: layers without key heads are Mamba-2."""
+    keys = config["num_key_value_heads"]
+    kinds = config["layer_types"]
+    return {
+        ".attention.head_count_kv": [keys if kind == "full_attention" else 0 for kind in kinds],
+        ".expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        ".rope.scaling.finetuned": config.get("position_embedding_type") == "rope",
+        ".ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        ".attention.scale": config["attention_multiplier"],
+        ".embedding_scale": config["embedding_multiplier"],
+        ".residual_scale": config["residual_multiplier"],
+        ".logit_scale": config["logits_scaling"],
+    }
+
+
+def _parted(tensors: Mapping[str, np.ndarray], *, is_mixture: bool) -> dict[str, np.ndarray]:
+    """Gate and up apart, of experts and of the MLP, which is one of them in a mixture."""
+    mlp = "mlp.shared_expert" if is_mixture else "mlp"
+    parted: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        start = name.partition(".block_sparse_moe.")[0].partition(".shared_mlp.")[0]
+        module = mlp if ".shared_mlp." in name else "mlp.experts"
+        if name.endswith("input_linear.weight"):
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
+                parted[f"{start}.{module}.{part}_proj.weight"] = half
+        elif name.endswith("output_linear.weight"):
+            parted[f"{start}.{module}.down_proj.weight"] = values
+        elif ".router.layer." in name:
+            parted[f"{start}.mlp.gate.weight"] = values
+        else:
+            parted[name] = values
+    return parted
+
+
+def _stream_section(config: Mapping[str, Any]) -> dict[str, object]:
+    """What Gemma 3n has in addition."""
+    parts = config["activation_sparsity_pattern"]
+    ropes = config["rope_parameters"]
+    return {
+        ".altup.active_idx": config["altup_active_idx"],
+        ".altup.num_inputs": config["altup_num_inputs"],
+        ".embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        ".attention.shared_kv_layers": config["num_kv_shared_layers"],
+        ".activation_sparsity_scale": [
+            float(np.float32(NormalDist().inv_cdf(part))) if part else -math.inf for part in parts
+        ],
+        ".attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config["layer_types"]
+        ],
+        ".final_logit_softcapping": config["final_logit_softcapping"],
+        ".rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
+        ".rope.freq_base_swa": float(ropes["sliding_attention"]["rope_theta"]),
+    }
+
+
+def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One tensor for the projections of all streams; factors end in `.weight`."""
+    kept: dict[str, np.ndarray] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name in sorted(tensors):
+        found = _STREAM.fullmatch(name)
+        if found is None:
+            ending = ".weight" if name.endswith("_scale") else ""
+            kept[name + ending] = tensors[name]
+        else:
+            stacks.setdefault(found[1], []).append(tensors[name])
+    return kept | {f"{name}.weight": np.stack(rows) for name, rows in stacks.items()}
 
 
 def _drafting_name(name: str) -> str | None:

@@ -364,6 +364,14 @@ CASES = (
         "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }),
+    Case("gemma3n", "Gemma3nText", {
+        "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "intermediate_size": [96, 96, 96, 96, 80, 80], "vocab_size_per_layer_input": VOCAB - 8,
+        "hidden_size_per_layer_input": 16, "laurel_rank": 8, "altup_active_idx": 1,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.9, 0.0],
+        "final_logit_softcapping": 5.0,
+    }),
     Case("gemma4", "Gemma4Text", {
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 12,
         "layer_types": ["sliding_attention", "full_attention"] * 6, "num_kv_shared_layers": 2,

@@ -467,8 +467,11 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
             "not used: %s, for images, drafts or quantizing", ", ".join(checkpoint.left_out)
         )
     held_bytes = None
-    runs_as = "is an encoder" if spec.encoder is not None else "runs through transformers"
-    why_torch = f"{spec.architecture}, which {runs_as},"
+    why_torch = f"{spec.architecture}, which runs through transformers,"
+    if spec.native or spec.encoder is not None:
+        why_torch = "--enforce-eager"
+        if not config.enforce_eager:
+            why_torch = reason_for_torch(ops, config.load, config.cache.kv_dtype)
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
@@ -493,9 +496,6 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 dtype,
                 dtype.itemsize,
             )
-        why_torch = "--enforce-eager"
-        if not config.enforce_eager:
-            why_torch = reason_for_torch(ops, config.load, config.cache.kv_dtype)
     if why_torch:
         require_torch(why_torch)
         set_threads(num_threads(config.load))

@@ -19,6 +19,7 @@ from quickstep.model.checkpoint.config_fields import MOST_LAYERS, ConfigFields
 from quickstep.model.decoder_spec import (
     FUSED_DELTA,
     STANDARD_NAMING,
+    AltUp,
     LatentSpec,
     LayerInputs,
     LayerSpec,
@@ -77,6 +78,11 @@ def _no_multipliers(fields: ConfigFields) -> Multipliers:
 
 
 def _no_inputs(fields: ConfigFields) -> LayerInputs | None:
+    del fields
+    return None
+
+
+def _one_stream(fields: ConfigFields) -> AltUp | None:
     del fields
     return None
 
@@ -141,6 +147,7 @@ class Architecture(msgspec.Struct, frozen=True):
         latent: Reads the sizes of attention over latents.
         layer_multipliers: `ModelSpec.multipliers`.
         embedding_key: The key of a factor of the embeddings.
+        altup: Reads how many residual streams there are.
     """
 
     defaults: Mapping[str, object]
@@ -187,6 +194,7 @@ class Architecture(msgspec.Struct, frozen=True):
     switched_qk_norm: QKNorm = QKNorm.HEAD
     layer_multipliers: Callable[[ConfigFields], Multipliers] = _no_multipliers
     embedding_key: str | None = None
+    altup: Callable[[ConfigFields], AltUp | None] = _one_stream
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -506,6 +514,45 @@ _GEMMA4 = Architecture(
     naming=_wrapped(TensorNaming(router="router.proj", experts="experts")),
 )
 
+
+_GEMMA3N = Architecture(
+    defaults=_defaults(
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=2048,
+        intermediate_size=16_384,
+        num_hidden_layers=35,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        vocab_size=262_400,
+        vocab_size_per_layer_input=262_144,
+        hidden_size_per_layer_input=256,
+        max_position_embeddings=32_768,
+        sliding_window=512,
+        num_kv_shared_layers=15,
+        final_logit_softcapping=30.0,
+        altup_num_inputs=4,
+        altup_correct_scale=True,
+        laurel_rank=64,
+        tie_word_embeddings=True,
+        rope_theta=None,
+    ),
+    activation_key="hidden_activation",
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.SANDWICH,
+    qk_norm=QKNorm.HEAD,
+    scaled_embedding=True,
+    softcaps=True,
+    scale=_no_scale,
+    windows=windows.gemma3n_windows,
+    ropes=ropes.gemma3n_ropes,
+    width=layers.gemma3n_width,
+    sizes=layers.gemma3n_layers,
+    value_norm=True,
+    layer_inputs=layers.gemma3n_inputs,
+    altup=layers.gemma3n_streams,
+    naming=_wrapped(STANDARD_NAMING),
+)
 
 _COHERE_SIZES: Mapping[str, object] = MappingProxyType(
     {
@@ -1386,25 +1433,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Starcoder2ForCausalLM": _STARCODER2,
         "PhiForCausalLM": _PHI,
         "ArceeForCausalLM": _ARCEE,
+        "Gemma3nForCausalLM": _GEMMA3N,
+        "Gemma3nForConditionalGeneration": _GEMMA3N,
         "Gemma4ForCausalLM": _GEMMA4,
         "Gemma4ForConditionalGeneration": _GEMMA4,
     }
-)
-
-_GEMMA3N = (
-    "its layers have four streams between them (AltUp, LAuReL) and set most activations to 0, "
-    "which is not implemented; the nearest are Gemma 4's models of the same sizes, gemma-4-E2B and "
-    "gemma-4-E4B"
-)
-# Families that would neither run here nor through transformers with a cache of pages.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(
-        (
-            *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-            *("gemma3n_text", "gemma3n"),  # configs without `architectures`
-        ),
-        _GEMMA3N,
-    )
 )
 
 # For configs without `architectures`.
@@ -1464,6 +1497,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
         "qwen3_vl": "Qwen3VLForConditionalGeneration",
         "mistral3": "Mistral3ForConditionalGeneration",
+        "gemma3n": "Gemma3nForConditionalGeneration",
+        "gemma3n_text": "Gemma3nForCausalLM",
         "gemma4": "Gemma4ForConditionalGeneration",
         "gemma4_text": "Gemma4ForCausalLM",
         "qwen2_moe": "Qwen2MoeForCausalLM",

@@ -15,7 +15,7 @@ from quickstep.model.decoder_spec import ModelSpec, kv_groups
 from quickstep.model.decoder_weights import DecoderWeights
 from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.layers.interface import LayerStack, LayerStep
-from quickstep.model.layers.residual import build_layers
+from quickstep.model.layers.stack import build_layers
 from quickstep.model.rope import RopeTable
 from quickstep.model.sharding import Shard
 from quickstep.model.stages import NUM_CARRIED, Stage
@@ -210,6 +210,8 @@ class Decoder:
         if weights is None or sizes is None:
             return None
         ops, spec, dtype = self._ops, self._spec, self._weights.final_norm.dtype
+        if sizes.vocab_size < spec.vocab_size:
+            token_ids = _row_ids(ops, token_ids, sizes.vocab_size, spec.vocab_size)
         found = ops.embedding(token_ids, weights.table, dtype) * rounded(sizes.size**0.5, dtype)
         projected = ops.linear(x, weights.projection) * spec.hidden_size**-0.5
         by_layer = projected.view(-1, spec.num_layers, sizes.size)
@@ -222,3 +224,10 @@ class Decoder:
             return layout
         num_heads = len(self._shard.heads(self._spec.num_heads))
         return self._ops.plan_attention(layout, x.dtype, num_heads, kv.keys[0])
+
+
+def _row_ids(ops: OpTable, token_ids: Tensor, num_rows: int, vocab_size: int) -> Tensor:
+    """`RowIdsOp`."""
+    if ops.row_ids is not None:
+        return ops.row_ids(token_ids, num_rows, vocab_size)
+    return token_ids.masked_fill(token_ids >= num_rows, 0)

@@ -258,6 +258,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
         has_mixer, has_feed_forward: It has such a part, and a norm of its own for it. A layer with
             one of them has one norm (Nemotron-H).
         chunk: A query sees the positions of its own chunk of so many; None sees all.
+        gate_cutoff: The MLP's gates count from their mean plus so many of their standard
+            deviations, and those below are 0; None leaves them.
     """
 
     window: int | None
@@ -274,6 +276,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     has_mixer: bool = True
     has_feed_forward: bool = True
     chunk: int | None = None
+    gate_cutoff: float | None = None
 
     @property
     def has_attention(self) -> bool:
@@ -412,11 +415,29 @@ class LayerInputs(msgspec.Struct, frozen=True):
 
     Attributes:
         size: Elements for each layer.
-        vocab_size: Rows of the table.
+        vocab_size: Rows of the table; tokens that it lacks have the first.
     """
 
     size: int
     vocab_size: int
+
+
+class AltUp(msgspec.Struct, frozen=True):
+    """Several residual streams of a token (Alternating Updates, arXiv:2301.13310): a layer predicts
+    all of them, computes one, and corrects the others by what that differs (Gemma 3n).
+
+    Attributes:
+        num_streams: S.
+        active: The stream that layers compute, from 0.
+        scaled: The active stream has a factor of each element where a layer's input is added.
+        laurel_rank: Elements between the two products of a learned augmented residual (LAuReL,
+            arXiv:2411.07501), which is added to attention's output.
+    """
+
+    num_streams: int
+    active: int
+    scaled: bool
+    laurel_rank: int
 
 
 class Multipliers(msgspec.Struct, frozen=True):
@@ -484,6 +505,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         gated: The MLP has a gate; otherwise its activation is of up itself.
         head_bias: The output projection has a bias.
         multipliers: Factors of the parts of a layer.
+        altup: Several residual streams; None for one.
         num_prediction_layers: Layers after the last one by the config, for drafts (`model.mtp`);
             the files may lack them.
     """
@@ -534,6 +556,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     head_bias: bool = False
     num_prediction_layers: int = 0
     multipliers: Multipliers = Multipliers()
+    altup: AltUp | None = None
 
     @property
     def kv_size(self) -> KVSize:
@@ -593,4 +616,5 @@ class ModelSpec(msgspec.Struct, frozen=True):
         own_sizes = any(self.of_layer(index) is not self for index in range(self.num_layers))
         shares = any(layer.kv_from is not None for layer in self.layers)
         parts = any(not layer.is_complete for layer in self.layers)
-        return not (own_sizes or shares or parts) and self.layer_inputs is None
+        more = self.layer_inputs is not None or self.altup is not None
+        return not (own_sizes or shares or parts or more)

@@ -148,6 +148,31 @@ class ModelInputWeights(msgspec.Struct, frozen=True):
     norm: AnyTensor
 
 
+class AltUpWeights(msgspec.Struct, frozen=True):
+    """Of a layer of several streams (`AltUp`): the router of a token's coefficients with the norm
+    of what it reads, the coefficients [S * S, S] and [S, S] float32, the factors of the active
+    stream, and both products and the norm of LAuReL.
+    """
+
+    router: LinearWeight
+    router_norm: AnyTensor
+    prediction: AnyTensor
+    correction: AnyTensor
+    scale: AnyTensor | None
+    laurel_left: LinearWeight
+    laurel_right: LinearWeight
+    laurel_norm: AnyTensor
+
+
+class StreamWeights(msgspec.Struct, frozen=True):
+    """spread: hidden -> (S - 1) * hidden, of the embeddings; joined: hidden -> hidden, of each
+    stream but the first after the last layer.
+    """
+
+    spread: LinearWeight
+    joined: tuple[LinearWeight, ...]
+
+
 class LayerWeights(msgspec.Struct, frozen=True):
     """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
@@ -165,6 +190,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
     scalar: float | None = None
     input_bias: AnyTensor | None = None
     feedforward_bias: AnyTensor | None = None
+    altup: AltUpWeights | None = None
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
@@ -180,3 +206,4 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     lm_head: LinearWeight | None
     layer_inputs: ModelInputWeights | None = None
     final_bias: AnyTensor | None = None
+    streams: StreamWeights | None = None

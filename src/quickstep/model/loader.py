@@ -25,6 +25,7 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorSource,
 )
 from quickstep.model.checkpoint.tensor_schema import (
+    ALTUP,
     EXPERT_FACTORS,
     LATENT_HEADS,
     LAYER_INPUTS,
@@ -32,6 +33,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     MIXTURE_NORMS,
     ROUTER_SCALE,
     STATE_MIXER,
+    altup_parts,
     bias_of,
     decay_rates,
     delta_projections,
@@ -49,6 +51,7 @@ from quickstep.model.checkpoint.weights import (
 from quickstep.model.chosen_rows import ReorderedRows, row_orders
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import (
+    AltUp,
     LatentSpec,
     LayerSpec,
     Mamba2,
@@ -58,6 +61,7 @@ from quickstep.model.decoder_spec import (
     StateMixer,
 )
 from quickstep.model.decoder_weights import (
+    AltUpWeights,
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
@@ -73,6 +77,7 @@ from quickstep.model.decoder_weights import (
     MoEWeights,
     ShortConvLayerWeights,
     StateMixerWeights,
+    StreamWeights,
 )
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -159,7 +164,7 @@ def _load_model(
     settings = (str(dtype), ops.name, positions, load.quantization or "")
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if spec.encoder is not None:
-        # Imported here: it computes with torch.
+        # Imported here: decoders do not need it.
         from quickstep.model.encoders.encoder import load_encoder
 
         if load.quantization is not None:
@@ -167,8 +172,8 @@ def _load_model(
                 f"--quantization is {load.quantization}, but {spec.architecture} is an encoder, "
                 "whose weights stay as they are; leave the option out"
             )
-        placement = (torch_device(device), torch_dtype(dtype))
-        sizes = placement, max_model_len
+        where, kind = (device, dtype) if on_host else (torch_device(device), torch_dtype(dtype))
+        sizes = (where, kind), max_model_len
         return load_encoder(files, spec, ops, *sizes, fingerprint, progress)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
@@ -376,7 +381,8 @@ class _Packing:
         final_bias = None
         if self._spec.norm_bias:
             final_bias = self._reader.tensor(f"{names.prefix}norm.bias")
-        return DecoderWeights(embedding, layers, final_norm, projection, inputs, final_bias)
+        outer = (embedding, layers, final_norm, projection, inputs, final_bias)
+        return DecoderWeights(*outer, self._streams(names.prefix))
 
     def outer(
         self, names: DecoderNames
@@ -433,6 +439,7 @@ class _Packing:
             scalar=self._scalar(f"{start}{LAYER_SCALAR}") if self._spec.layer_scalars else None,
             input_bias=bias(names.input_layernorm),
             feedforward_bias=bias(names.pre_feedforward_layernorm),
+            altup=None if self._spec.altup is None else self._altup(start, self._spec.altup),
         )
 
     def _feed_forward(self, start: str, layer: LayerSpec) -> MLPWeights | MoEWeights | None:
@@ -530,6 +537,30 @@ class _Packing:
             self._embedding(f"{prefix}{LAYER_INPUTS.table}.weight"),
             self._linear(prefix, (LAYER_INPUTS.projection,), bias=False),
             self._reader.tensor(f"{prefix}{LAYER_INPUTS.norm}.weight"),
+        )
+
+    def _altup(self, start: str, altup: AltUp) -> AltUpWeights:
+        read, (left, right) = self._reader.tensor, ALTUP.laurel
+        return AltUpWeights(
+            # never quantized: a few outputs that everything else depends on
+            router=self._router(f"{start}{ALTUP.router}.weight", None),
+            router_norm=read(f"{start}{ALTUP.router_norm}.weight"),
+            prediction=read(f"{start}{ALTUP.prediction}.weight").float(),
+            correction=read(f"{start}{ALTUP.correction}.weight").float(),
+            scale=read(f"{start}{ALTUP.scale}") if altup.scaled else None,
+            laurel_left=self._linear(start, (left,), bias=False),
+            laurel_right=self._linear(start, (right,), bias=False),
+            laurel_norm=read(f"{start}{ALTUP.laurel_norm}.weight"),
+        )
+
+    def _streams(self, prefix: str) -> StreamWeights | None:
+        altup = self._spec.altup
+        if altup is None:
+            return None
+        joined = altup_parts(altup, ALTUP.joined)
+        return StreamWeights(
+            self._linear(prefix, altup_parts(altup, ALTUP.spread), bias=False),
+            tuple([self._linear(prefix, (name,), bias=False) for name in joined]),
         )
 
     def _attention(self, start: str, layer: LayerSpec) -> AttentionWeights:

@@ -32,7 +32,7 @@ from quickstep.model.drafting_layer import DraftingLayer
 from quickstep.model.formats.fused_experts import one_by_one
 from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.layers.interface import LayerStep
-from quickstep.model.layers.residual import build_layers
+from quickstep.model.layers.stack import build_layers
 from quickstep.model.loader import open_part, pack_layer
 from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.model.sharding import Shard

@@ -17,7 +17,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.adapters.lora_modules import Projection, embedding_number, lm_head_number
+from quickstep.model.adapters.lora_modules import (
+    Projection,
+    embedding_number,
+    is_shared,
+    lm_head_number,
+)
 from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS, bias_of
 from quickstep.model.chosen_rows import ChosenRows, NumberedRows, module_of, taken_rows
 from quickstep.model.decoder_spec import LatentSpec, ModelSpec, QKNorm
@@ -196,6 +201,10 @@ def _outputs(number: int, spec: ModelSpec, shard: Shard) -> tuple[range, ...]:
     if projection is Projection.ROUTER:
         assert spec.moe is not None
         return (range(spec.moe.num_experts),)
+    if projection is Projection.SHARED_GATE:
+        return (range(1),)
+    if spec.moe is not None and is_shared(spec, number):
+        spec = replace(spec, intermediate_size=spec.moe.shared_width)
     is_up = projection is Projection.GATE_UP and not spec.gated
     return _module_rows(spec, shard)["up_proj" if is_up else _MODULES[projection]][0]
 

@@ -278,6 +278,9 @@ def activation_bytes(
     inputs = 0
     if spec.layer_inputs is not None:  # those of all layers, as they are found, made and added
         inputs = 4 * spec.num_layers * spec.layer_inputs.size * dtype_bytes
+    if spec.altup is not None:  # streams as they are given, predicted, corrected and added to
+        widest = max(widest, spec.altup.num_streams * spec.hidden_size)
+        inputs += 4 * spec.altup.num_streams * spec.hidden_size * dtype_bytes
     per_token = (3 * spec.hidden_size + 2 * widest) * dtype_bytes + widest * scratch_bytes
     per_token += rows_of_experts + inputs
     emitting = min(max_num_seqs, max_num_batched_tokens)

@@ -22,7 +22,6 @@ from quickstep.errors import ConfigError
 from quickstep.model.architectures import (
     ARCHITECTURES,
     MODEL_TYPES,
-    REFUSED,
     WRAPPERS,
     Architecture,
     text_part,
@@ -86,8 +85,6 @@ def _read_spec(path: str | Path) -> ModelSpec:
         return parse_spec(config)
     if name in ENCODERS:
         return read_encoder_spec(Path(path), config, name)
-    if name in REFUSED:
-        raise ConfigError(f"architecture {name!r} cannot be served: {REFUSED[name]}")
     supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS}))
     if config.get("auto_map"):
         raise ConfigError(
@@ -273,6 +270,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         gated=entry.gated,
         head_bias=entry.head_bias,
         multipliers=entry.layer_multipliers(fields),
+        altup=entry.altup(fields),
     )
 
 

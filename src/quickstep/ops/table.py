@@ -575,6 +575,24 @@ class LayerNormOp(Protocol):
     ) -> Tensor: ...
 
 
+class TextAttentionOp(Protocol):
+    """q, k, v [T, H, D] of texts that begin at `offsets`, one more than there are texts, ->
+    [T, H, D]: every token of a text sees all others of it, or those up to `window` places away.
+    Computed in fp32, rounded once; a text's bits do not depend on the others.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Sequence[int],
+        scale: float,
+        window: int | None,
+        /,
+    ) -> Tensor: ...
+
+
 class AddLayerNormOp(Protocol):
     """(normed, x + residual), as `LayerNormOp` of the sum [T, C]."""
 
@@ -865,6 +883,84 @@ class LatentOps(msgspec.Struct, frozen=True):
     values: LatentValuesOp
 
 
+class SpreadStreamsOp(Protocol):
+    """x [T, N] and others [T, (S - 1) * N] -> [T, S * N]: x, and each of the others with the
+    magnitude of x (`MatchMagnitudeOp`).
+    """
+
+    def __call__(self, x: Tensor, others: Tensor, /) -> Tensor: ...
+
+
+class MixStreamsOp(Protocol):
+    """x [T, S * N], scores [T, S] and a weight [S * S, S], float32 -> [T, S * N]: stream i plus the
+    sum over j of c[i * S + j] times stream j, c = weight tanh(scores); and the active stream of it
+    [T, N].
+    """
+
+    def __call__(
+        self, x: Tensor, scores: Tensor, weight: AnyTensor, active: int, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class CorrectStreamsOp(Protocol):
+    """x [T, S * N], delta [T, N], scores [T, S], a weight [S, S], float32 -> [T, S * N]: stream i
+    plus 1 + c[i] times what delta differs from the active stream, c = weight tanh(scores); and the
+    active stream of it [T, N], times a scale [N] where there is one.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        scores: Tensor,
+        weight: AnyTensor,
+        scale: AnyTensor | None,
+        active: int,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AddToStreamsOp(Protocol):
+    """x [T, S * N] and delta [T, N] -> [T, S * N]: delta added to all streams but the first."""
+
+    def __call__(self, x: Tensor, delta: Tensor, /) -> Tensor: ...
+
+
+class MatchMagnitudeOp(Protocol):
+    """x, like, total [T, N] -> [T, N]: x * sqrt(mean(like^2) / max(mean(x^2), 1e-5)), plus total
+    unless that is None.
+    """
+
+    def __call__(self, x: Tensor, like: Tensor, total: Tensor | None, /) -> Tensor: ...
+
+
+class CutGatesOp(Protocol):
+    """gate_up [T, 2 * N] -> [T, 2 * N]: a token's gates counted from their mean plus so many of
+    their standard deviations, and 0 for those below it.
+    """
+
+    def __call__(self, gate_up: Tensor, num_deviations: float, /) -> Tensor: ...
+
+
+class StreamOps(msgspec.Struct, frozen=True):
+    """What layers of several residual streams compute in addition (AltUp, arXiv:2301.13310), S
+    streams one after another in a row.
+    """
+
+    spread: SpreadStreamsOp
+    mix: MixStreamsOp
+    correct: CorrectStreamsOp
+    add: AddToStreamsOp
+    match: MatchMagnitudeOp
+    cut: CutGatesOp
+
+
+class RowIdsOp(Protocol):
+    """ids [T] of a vocabulary -> [T]: 0 in place of those that a table of so many rows lacks."""
+
+    def __call__(self, ids: Tensor, num_rows: int, vocab_size: int, /) -> Tensor: ...
+
+
 class AdapterTableOp(Protocol):
     """A table of so many places, in which each of these adapters fits."""
 
@@ -887,7 +983,10 @@ class OpTable(msgspec.Struct, frozen=True):
             where they are not counted. Benchmarks take the difference of two readings.
         experts, route: None where `ops.reference.experts` computes them.
         gate, short_conv, gated_delta, mamba: None where `ops.reference.states` computes them.
+        streams: None where `ops.reference.streams` computes them.
+        row_ids: None where torch computes it; captured steps record it.
         layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
+        text_attention: None where `ops.reference.text_attention` computes it.
         adapter_table: None where adapters cannot be recorded.
         packed_files: None where packed weights are not kept in files.
         steps: Makes captured steps and samples tokens; None where only single ops run.
@@ -937,3 +1036,6 @@ class OpTable(msgspec.Struct, frozen=True):
     layer_norm: LayerNormOp | None = None
     add_layer_norm: AddLayerNormOp | None = None
     activation: ActivationOp | None = None
+    text_attention: TextAttentionOp | None = None
+    streams: StreamOps | None = None
+    row_ids: RowIdsOp | None = None

@@ -55,6 +55,7 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_zeros: int
     half_scales: int
     has_sub_scales: int
+    has_minimums: int
     part_bytes: tuple[int, ...]
     checksum: int
 
@@ -81,6 +82,10 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
     sub-block scale still fits 8 bits, so that a kernel may hold 4 bits and multiply 8, in groups of
     `group_size`.
 
+    With `has_minimums`, `zeros` are minimums, and
+
+        weight[n, c] = quants[n, c] * scales[n, c // group_size] + zeros[n, c // group_size]
+
     With `is_float8`, `quants` are the bytes of e4m3 numbers, which are multiplied by `scales` only,
     and activations are quantized to e4m3.
 
@@ -89,11 +94,13 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
             implementations pack).
         scales: [N, C / group_size] float32.
         zeros: [N, C / group_size] float32, any value; None for 2**(bits - 1) (symmetric).
+            Minimums with `has_minimums`.
         bits: 4 or 8.
         group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
         sub_scales: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
             groups of a multiple of 32, more than one.
         is_float8: Whether they are numbers in e4m3: of 8 bits, without zeros.
+        has_minimums: Whether groups have minimums in place of zeros.
     """
 
     quants: Tensor
@@ -103,6 +110,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
     group_size: int
     sub_scales: Tensor | None = None
     is_float8: bool = False
+    has_minimums: bool = False
 
     def dequantized(self) -> Tensor:
         """The weight [N, C] in float32."""
@@ -111,6 +119,8 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
             return (grouped * self.scales.unsqueeze(2)).reshape(self.quants.shape)
         zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
         grouped = self.quants.reshape(*self.scales.shape, self.group_size).float()
+        if self.has_minimums:
+            return (grouped * self.scales.unsqueeze(2) + zeros).reshape(self.quants.shape)
         steps = grouped - zeros
         if self.sub_scales is not None:
             spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
@@ -131,6 +141,18 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         steps = (self.quants.short() - 8) * spread
         return QuantizedWeight((steps + 128).byte(), self.scales, None, 8, self.group_size)
 
+    def with_zeros(self) -> QuantizedWeight:
+        """The same weight [N, C] with zeros in place of minimums, up to their rounding."""
+        import torch
+
+        if not self.has_minimums or self.zeros is None:
+            return self
+        flat = self.scales == 0  # a group of one value: its minimum
+        scales = torch.where(flat, self.zeros, self.scales)
+        zeros = torch.where(flat, -1.0, -self.zeros / torch.where(flat, 1.0, self.scales))
+        quants = self.quants.masked_fill(flat.repeat_interleave(self.group_size, 1), 0)
+        return QuantizedWeight(quants, scales, zeros, self.bits, self.group_size)
+
     def rows(self, index: slice | Tensor) -> QuantizedWeight:
         """The outputs [n, C] at `index`."""
         parts = (self.zeros, self.sub_scales)
@@ -143,6 +165,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
             self.group_size,
             sub_scales,
             self.is_float8,
+            self.has_minimums,
         )
 
 

@@ -18,7 +18,7 @@ from quickstep.model.decoder_weights import LayerWeights
 from quickstep.model.interface import KVLayout
 from quickstep.model.layers.interface import LayerStep, Mixer
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.model.layers.residual import CachePlaces, build_layers, mixer_of
+from quickstep.model.layers.stack import CachePlaces, build_layers, mixer_of
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.ops.reference import reference_ops

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import AltUp, LayerInputs, ModelSpec
 from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import parse_spec, read_spec, with_context
 
@@ -259,12 +259,45 @@ def test_a_broken_config_is_refused(tmp_path: Path) -> None:
         read_spec(write(tmp_path, [1]))
 
 
-@pytest.mark.parametrize("head", ["CausalLM", "ConditionalGeneration"])
-def test_gemma_3n_is_refused_with_the_nearest(head: str, tmp_path: Path) -> None:
-    config = {"architectures": [f"Gemma3nFor{head}"], "model_type": "gemma3n"}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"Gemma3n.*AltUp.*gemma-4-E2B"):
-        read_spec(tmp_path)
+GEMMA3N = {
+    "architectures": ["Gemma3nForCausalLM"],
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 4,
+}
+
+
+def test_gemma_3n_cuts_gates_of_its_first_layers_and_shares_keys_of_its_last_ones() -> None:
+    spec = parse_spec(GEMMA3N)
+    cutoffs = [layer.gate_cutoff for layer in spec.layers]
+    assert cutoffs[:10] == [pytest.approx(1.644853)] * 10
+    assert cutoffs[10:] == [None, None]
+    assert [layer.kv_from for layer in spec.layers[8:]] == [7, 4, 7, 7]
+    assert spec.altup == AltUp(num_streams=4, active=0, scaled=True, laurel_rank=64)
+    assert spec.layer_inputs == LayerInputs(256, 262_144)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"altup_num_inputs": 1}, "stream 0 of 1"),
+        ({"altup_active_idx": 4}, "stream 4 of 4"),
+        ({"activation_sparsity_pattern": [0.5]}, "1 values"),
+        ({"activation_sparsity_pattern": [1.0] * 12}, "below 1"),
+        ({"intermediate_size": [64, 96]}, "intermediate_size for each"),
+    ],
+)
+def test_gemma_3n_with_impossible_layers_is_refused(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_spec(GEMMA3N | values)
+
+
+def test_gemma_3n_may_list_the_width_of_each_layer() -> None:
+    widths = [64] * 6 + [96] * 6
+    spec = parse_spec(GEMMA3N | {"intermediate_size": widths})
+    assert [spec.of_layer(i).intermediate_size for i in range(12)] == widths
+    assert spec.intermediate_size == 96
 
 
 def test_remote_code_is_refused_unless_the_architecture_is_native(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ import numpy as np
 
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import (
+    EMBEDDING,
     LM_HEAD,
     LoRAModule,
     has_bias,
     is_expert,
     lora_modules,
     num_modules,
+    own_name,
 )
 from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_peft_config
 from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
@@ -38,7 +40,6 @@ from quickstep.ops.tensors import BFLOAT16, FLOAT32, Array, DType, HostTensor
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CACHE_LINE = 64  # bytes
 _SHOWN_CHARS = 500  # of a path that clients choose
-_TIED = frozenset({"embed_tokens", LM_HEAD})
 _NO_BIASES: Mapping[int, Array] = MappingProxyType({})
 _PICKLE = "adapter_model.bin"
 _TENSOR = re.compile(
@@ -48,7 +49,7 @@ _TENSOR = re.compile(
 )
 # peft adds copies of the base model's own embedding or output projection where one is a target.
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
-_MODULE = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<name>layers\.\d+\..+|embed_tokens)")
+_MODULE = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<name>layers\.\d+\..+|embed_tokens|embeddings)")
 _PREFIXES = ("", "model.", "language_model.model.", "model.language_model.")
 
 
@@ -279,7 +280,7 @@ def _check_vocabulary(weights: Path, files: TensorFiles, spec: ModelSpec) -> Non
     for name, tensor in files.tensors.items():
         found = _BASE_COPY.fullmatch(name) or _TENSOR.fullmatch(name)
         module = None if found is None else _known_module(found["module"], known, spec)
-        if module not in _TIED or len(tensor.shape) != 2:
+        if module not in _tied(spec) or len(tensor.shape) != 2:
             continue
         axis = 1 if name.endswith("lora_embedding_A") else 0
         inner = ("lora_A.weight", "lora_embedding_B")  # of the rank and the hidden size
@@ -341,7 +342,11 @@ def _find_targets(
             )
         if tensors:
             targets.append(_target(place, config, full_name, tensors))
-    if config.ensure_weight_tying and spec.tied and not found_tensors.keys().isdisjoint(_TIED):
+    if (
+        config.ensure_weight_tying
+        and spec.tied
+        and not found_tensors.keys().isdisjoint(_tied(spec))
+    ):
         raise ConfigError(
             f"{weights} changes the embedding and with it the output projection, to which it is "
             f"tied ('ensure_weight_tying' in {CONFIG_FILE}): Quickstep changes one of them only"
@@ -405,7 +410,12 @@ def _is_base_copy(
     found = _BASE_COPY.fullmatch(name)
     module = None if found is None else _known_module(found["module"], known, spec)
     shape = (spec.vocab_size, spec.hidden_size)
-    return module in _TIED and files.tensors[name].shape == shape
+    return module in _tied(spec) and files.tensors[name].shape == shape
+
+
+def _tied(spec: ModelSpec) -> tuple[str, str]:
+    """The embedding and the output projection, which are one matrix in some models."""
+    return own_name(EMBEDDING, spec.naming), LM_HEAD
 
 
 def _known_module(full_name: str, known: Mapping[str, LoRAModule], spec: ModelSpec) -> str | None:

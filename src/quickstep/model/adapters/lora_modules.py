@@ -16,7 +16,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.tensor_schema import STATE_MIXER, delta_projections, qkv_parts
+from quickstep.model.checkpoint.tensor_schema import (
+    STATE_MIXER,
+    delta_projections,
+    gate_up_parts,
+    qkv_parts,
+    shared_gate,
+)
 from quickstep.model.chosen_rows import row_orders, tiled_columns
 from quickstep.model.decoder_spec import (
     FUSED_DELTA,
@@ -25,6 +31,7 @@ from quickstep.model.decoder_spec import (
     LatentSpec,
     LayerSpec,
     ModelSpec,
+    MoESpec,
     StateMixer,
     TensorNaming,
 )
@@ -54,7 +61,7 @@ if TYPE_CHECKING:
 
 
 LM_HEAD = "lm_head"
-_EMBEDDING = "embed_tokens"
+EMBEDDING = "embed_tokens"
 
 
 class Projection(enum.IntEnum):
@@ -68,6 +75,7 @@ class Projection(enum.IntEnum):
     Q_B = 5  # queries from their latent (`LatentSpec.query_rank`)
     STATE_IN = 6  # of a state mixer
     STATE_OUT = 7
+    SHARED_GATE = 8  # of the expert of all tokens, whose matrices are GATE_UP and DOWN_PROJ
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
@@ -115,10 +123,21 @@ def expert_number(spec: ModelSpec, layer: int, expert: int, projection: Projecti
 
 
 def is_expert(spec: ModelSpec, module: LoRAModule) -> bool:
-    """Whether it is in the mixture of experts of a layer: an expert's, or the router."""
-    if module.number < embedding_number(spec):
-        return module.number % len(Projection) == Projection.ROUTER
-    return module.number > lm_head_number(spec)
+    """Whether it is in the mixture of experts of a layer: an expert's, that of the expert of all
+    tokens, or the router.
+    """
+    if module.number >= embedding_number(spec):
+        return module.number > lm_head_number(spec)
+    of_mixture = (Projection.ROUTER, Projection.SHARED_GATE)
+    return module.number % len(Projection) in of_mixture or is_shared(spec, module.number)
+
+
+def is_shared(spec: ModelSpec, number: int) -> bool:
+    """Whether the matrix of a layer is that of the expert of all tokens."""
+    layer, projection = divmod(number, len(Projection))
+    if spec.moe is None or spec.moe.with_mlp or not spec.layers[layer].sparse:
+        return False
+    return projection in (Projection.GATE_UP, Projection.DOWN_PROJ)
 
 
 def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
@@ -126,6 +145,8 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
     if module.number >= embedding_number(spec):
         return False
     projection = Projection(module.number % len(Projection))
+    if projection is Projection.SHARED_GATE or is_shared(spec, module.number):
+        return False
     if projection is Projection.ROUTER:
         return spec.moe is not None and spec.moe.biases
     if projection in (Projection.STATE_IN, Projection.STATE_OUT):
@@ -232,9 +253,11 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
                 first += num_outputs
         if kind.sparse and not naming.fused_experts:
             found |= _expert_modules(spec, layer)
-    found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
+        if kind.sparse and spec.moe is not None and spec.moe.shared_width:
+            found |= _shared_modules(spec, spec.moe, layer)
+    found[EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
     found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
-    return {_own_name(name, naming): module for name, module in found.items()}
+    return {own_name(name, naming): module for name, module in found.items()}
 
 
 def _of_adapters(naming: TensorNaming) -> TensorNaming:
@@ -287,12 +310,13 @@ def _state_modules(spec: ModelSpec, mixer: StateMixer) -> Iterator[_Modules]:
     yield Projection.STATE_OUT, [(f"{STATE_MIXER}out_proj", hidden)], mixer.num_outputs
 
 
-def _own_name(name: str, naming: TensorNaming) -> str:
+def own_name(name: str, naming: TensorNaming) -> str:
     """A module's name in checkpoints of the architecture, by its standard name."""
-    own = f".{name}."
+    prefix = f".{naming.prefixes[0]}"
+    own = f"{prefix}{name}."
     for part, standard in naming.renames:
         own = own.replace(standard, part)
-    return own.strip(".")
+    return own.removeprefix(prefix).strip(".")
 
 
 def _latent_modules(spec: ModelSpec, latent: LatentSpec) -> Iterator[_Modules]:
@@ -327,6 +351,23 @@ def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
         found[f"{name}.{up}"] = LoRAModule(gate_up, first_up, width, hidden)
         found[f"{name}.{down}"] = LoRAModule(down_proj, 0, hidden, width)
     return found
+
+
+def _shared_modules(spec: ModelSpec, moe: MoESpec, layer: int) -> dict[str, LoRAModule]:
+    """The expert of all tokens of a sparse layer, and its gate."""
+    hidden, width, name = spec.hidden_size, moe.shared_width, spec.naming.shared_expert
+    gate_up, down_proj, gate = (
+        module_number(layer, projection)
+        for projection in (Projection.GATE_UP, Projection.DOWN_PROJ, Projection.SHARED_GATE)
+    )
+    parts = gate_up_parts(spec)
+    size = (2 * width if spec.gated else width) // len(parts)
+    found = {f"{name}.down_proj": LoRAModule(down_proj, 0, hidden, width)}
+    for index, part in enumerate(parts):
+        found[f"{name}.{part}"] = LoRAModule(gate_up, index * size, size, hidden)
+    if moe.shared_gate:
+        found[shared_gate(spec).removesuffix(".weight")] = LoRAModule(gate, 0, 1, hidden)
+    return {f"layers.{layer}.{module}": place for module, place in found.items()}
 
 
 def on_device(

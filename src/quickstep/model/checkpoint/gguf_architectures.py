@@ -17,7 +17,8 @@ from quickstep.model.decoder_spec import GGUF_DELTA, TensorNaming
 
 # [C, K] in files, [C, 1, K] in the architecture
 CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
-# `{}` is the number of an expert: files hold those of a layer as one tensor, expert by expert.
+# `{}` is the number of an expert, or of a stream: files hold those of a layer, or of the model, as
+# one tensor, one after another.
 _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(
     {
         "attn_q": "self_attn.q_proj",
@@ -47,6 +48,20 @@ _GEMMA_PARTS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA3N_PARTS = {
+    **_GEMMA_PARTS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
 }
 _PHI_PARTS = {
     **_STANDARD_PARTS,
@@ -132,6 +147,12 @@ _NEMOTRON_PARTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+_GRANITE_HYBRID_PARTS = {
+    **_MAMBA_PARTS,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _BERT_PARTS = {
     "attn_q": "attention.self.query",
     "attn_k": "attention.self.key",
@@ -156,6 +177,14 @@ OUTER_PARTS = {
     "output": "lm_head",
     "output_norm": "model.norm",
 }
+_GEMMA3N_OUTER = {
+    **OUTER_PARTS,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+}
 _EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL_EXPERT_KEYS = {**_EXPERT_KEYS, "expert_count": "num_local_experts"}
 _DELTA_KEYS = {
@@ -177,6 +206,12 @@ _NEMOTRON_KEYS = {
     "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
+}
+_GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 _QWEN_EXPERT_KEYS = {
     **_EXPERT_KEYS,
@@ -209,9 +244,12 @@ class Dialect(msgspec.Struct, frozen=True):
         scores_layers: Layers of the one size of the family whose scores are scaled by hidden size /
             heads instead of the head size (Gemma).
         norm_key: The config's key of the norms' epsilon.
-        convolutions: Layers without key heads are short convolutions.
+        without_keys: What layers without key heads are, in the config's `layer_types`.
+        expanded: Layers of Mamba-2, an MLP or a mixture with another width than its shared expert,
+            and positions only where the file says so (Granite 4).
         delta: Layers are Gated DeltaNet, but for those of full attention.
         chunks: Layers attend in chunks, unless the section has a window of 0.
+        streams: There are several residual streams (Gemma 3n).
         single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes.
         flags: Keys of the config that are set where layers have these tensors.
         naming: How the file differs from what the architecture's checkpoints have.
@@ -233,9 +271,11 @@ class Dialect(msgspec.Struct, frozen=True):
     yarn: Mapping[str, object] = msgspec.field(default_factory=dict)
     scores_layers: int | None = None
     norm_key: str = "rms_norm_eps"
-    convolutions: bool = False
+    without_keys: str | None = None
+    expanded: bool = False
     delta: bool = False
     chunks: bool = False
+    streams: bool = False
     single_blocks: bool = False
     flags: Mapping[str, str] = msgspec.field(default_factory=dict)
     naming: TensorNaming | None = None
@@ -304,6 +344,23 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             window_base=True,
             scores_layers=62,
         ),
+        "gemma3n": Dialect(
+            "Gemma3nForCausalLM",
+            _GEMMA3N_PARTS,
+            _GELU,
+            keys={
+                "altup.active_idx": "altup_active_idx",
+                "altup.num_inputs": "altup_num_inputs",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            window=True,
+            window_base=True,
+            streams=True,
+            flags={"altup_correct_scale.weight": "altup_correct_scale"},
+            outer=_GEMMA3N_OUTER,
+        ),
         "olmo2": Dialect("Olmo2ForCausalLM", _OLMO2_PARTS),
         "olmoe": Dialect(
             "OlmoeForCausalLM",
@@ -312,13 +369,26 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
         ),
         "granite": Dialect(
             "GraniteForCausalLM",
+            keys=_GRANITE_KEYS,
+            paired=True,
+        ),
+        "granitehybrid": Dialect(
+            "GraniteMoeHybridForCausalLM",
+            _GRANITE_HYBRID_PARTS,
+            config={**_SILU, "num_local_experts": 0},  # where there is no count
             keys={
-                "attention.scale": "attention_multiplier",
-                "embedding_scale": "embedding_multiplier",
-                "residual_scale": "residual_multiplier",
-                "logit_scale": "logits_scaling",
+                **_LOCAL_EXPERT_KEYS,
+                **_GRANITE_KEYS,
+                "ssm.conv_kernel": "mamba_d_conv",
+                "ssm.state_size": "mamba_d_state",
+                "ssm.group_count": "mamba_n_groups",
+                "ssm.time_step_rank": "mamba_n_heads",
             },
             paired=True,
+            without_keys="linear_attention",
+            expanded=True,
+            flags={"ssm_conv1d.bias": "mamba_conv_bias"},
+            naming=TensorNaming(stored_rates=True),
         ),
         "smollm3": Dialect(
             "SmolLM3ForCausalLM", config={**_SILU, "no_rope_layer_interval": 4}, paired=True
@@ -382,7 +452,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             config={"block_auto_adjust_ff_dim": False},
             keys={"shortconv.l_cache": "conv_L_cache"},
             norm_key="norm_eps",
-            convolutions=True,
+            without_keys="conv",
         ),
         "bert": Dialect(
             "BertModel",

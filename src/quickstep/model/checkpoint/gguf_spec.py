@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from ctypes import c_float
 from pathlib import Path
+from statistics import NormalDist
 from types import MappingProxyType
 
 from msgspec.structs import replace
@@ -264,7 +265,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     kinds = _single_blocks(file, fields, layers) if dialect.single_blocks else {}
     width = kinds.pop("intermediate_size", None)
     if not dialect.single_blocks:
-        width = fields.optional_integer("feed_forward_length")  # mixtures may have none
+        width = _width(fields)
     has_qk_norm = "blk.0.attn_q_norm.weight" in file.tensors
     return {
         "architectures": [dialect.name],
@@ -287,6 +288,8 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         **kinds,
         **(_delta(file, fields, layers) if dialect.delta else {}),
         **(_chunks(fields, layers) if dialect.chunks else {}),
+        **(_streams(file, fields) if dialect.streams else {}),
+        **(_expanded(fields, hidden) if dialect.expanded else {}),
         **{key: _has_part(file, part) for part, key in dialect.flags.items()},
         **dialect.config,
         **_of_keys(fields, dialect.keys),
@@ -300,10 +303,10 @@ def _key_heads(fields: ConfigFields, dialect: Dialect) -> dict[str, object]:
     listed = fields.value("attention.head_count_kv")
     if dialect.single_blocks:
         return {}
-    if not dialect.convolutions or not isinstance(listed, tuple):
+    if dialect.without_keys is None or not isinstance(listed, tuple):
         count = fields.optional_integer("attention.head_count_kv")
         return {} if not count else {"num_key_value_heads": count}
-    layers = ["full_attention" if count else "conv" for count in listed]
+    layers = ["full_attention" if count else dialect.without_keys for count in listed]
     return {"num_key_value_heads": max(listed, default=0), "layer_types": layers}
 
 
@@ -328,6 +331,54 @@ def _chunks(fields: ConfigFields, layers: int) -> dict[str, object]:
     if fields.value("attention.sliding_window") == 0:
         known |= {"no_rope_layers": [1] * layers, "attention_chunk_size": None}
     return known
+
+
+def _width(fields: ConfigFields) -> object:
+    """That of all layers, or a list of them; mixtures may have none."""
+    listed = fields.value("feed_forward_length")
+    return (
+        list(listed)
+        if isinstance(listed, tuple)
+        else fields.optional_integer("feed_forward_length")
+    )
+
+
+def _expanded(fields: ConfigFields, hidden: int) -> dict[str, object]:
+    """How much wider Mamba-2 is, the MLP's width, and whether attention turns queries and keys, as
+    llama.cpp reads a key of its own that files have for all models.
+    """
+    values = fields.integer("ssm.inner_size")
+    if values % hidden:
+        raise ConfigError(f"{fields.source} has {values} values of states in {hidden} inputs")
+    shared = fields.optional_integer("expert_shared_feed_forward_length")
+    is_turned = fields.value("rope.scaling.finetuned")
+    return {
+        "mamba_expand": values // hidden,
+        "shared_intermediate_size": shared or fields.optional_integer("feed_forward_length"),
+        "position_embedding_type": "nope" if is_turned is False else "rope",
+    }
+
+
+def _streams(file: GgufFile, fields: ConfigFields) -> dict[str, object]:
+    """Sizes that only tensors have, and the part of gates that is 0 by the deviation that cuts it:
+    -inf for none.
+    """
+    shapes = {}
+    for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight"):
+        tensor = file.tensors.get(name)
+        if tensor is None:
+            raise ConfigError(f"{file.path.name} has no {name}, so it holds no Gemma 3n")
+        shapes[name] = tensor.shape[0]
+    listed = fields.sequence("activation_sparsity_scale")
+    rows, rank = shapes.values()
+    sizes: dict[str, object] = {"vocab_size_per_layer_input": rows, "laurel_rank": rank}
+    if listed is None:
+        return sizes
+    cutoffs = [float(value) for value in listed if isinstance(value, (int, float))]
+    if len(cutoffs) != len(listed) or any(map(math.isnan, cutoffs)):
+        raise ConfigError(f"{fields.source} has an activation_sparsity_scale of other than numbers")
+    normal = NormalDist()
+    return sizes | {"activation_sparsity_pattern": [normal.cdf(cutoff) for cutoff in cutoffs]}
 
 
 def _single_blocks(file: GgufFile, fields: ConfigFields, layers: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from quickstep.model.decoder_spec import (
     DELTA_PROJECTIONS,
     FUSED_DELTA,
+    AltUp,
     GatedDelta,
     LatentSpec,
     LayerSpec,
@@ -48,6 +49,25 @@ class LayerInputNames(msgspec.Struct, frozen=True):
 
 LAYER_INPUTS = LayerInputNames()
 LAYER_SCALAR = "layer_scalar"
+
+
+class AltUpNames(msgspec.Struct, frozen=True):
+    """Checkpoint names of `AltUp`: of the model, and in each layer."""
+
+    spread: str = "altup_projections"
+    joined: str = "altup_unembed_projections"
+    router: str = "altup.modality_router"
+    router_norm: str = "altup.router_norm"
+    prediction: str = "altup.prediction_coefs"
+    correction: str = "altup.correction_coefs"
+    scale: str = "altup.correct_output_scale"
+    laurel: tuple[str, str] = ("laurel.linear_left", "laurel.linear_right")
+    laurel_norm: str = "laurel.post_laurel_norm"
+
+
+ALTUP = AltUpNames()
+# Of a layer that reads another layer's keys; files may have them all the same.
+UNREAD_KEYS = tuple(f"self_attn.{name}" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 # Of `MoESpec.with_mlp`: norms of the MLP's output, of the experts' input and of their output.
 MIXTURE_NORMS = (
     "post_feedforward_layernorm_1",
@@ -110,7 +130,18 @@ def outer_tensors(spec: ModelSpec, prefix: str, head: str) -> Shapes:
         shapes[f"{prefix}{LAYER_INPUTS.table}.weight"] = (inputs.vocab_size, width)
         shapes[f"{prefix}{LAYER_INPUTS.projection}.weight"] = (width, spec.hidden_size)
         shapes[f"{prefix}{LAYER_INPUTS.norm}.weight"] = (inputs.size,)
+    if spec.altup is not None:
+        for name in (
+            *altup_parts(spec.altup, ALTUP.spread),
+            *altup_parts(spec.altup, ALTUP.joined),
+        ):
+            shapes[f"{prefix}{name}.weight"] = (spec.hidden_size, spec.hidden_size)
     return shapes
+
+
+def altup_parts(altup: AltUp, name: str) -> tuple[str, ...]:
+    """The matrices of all streams but the first."""
+    return tuple(f"{name}.{index}" for index in range(altup.num_streams - 1))
 
 
 def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
@@ -135,7 +166,22 @@ def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
         relative[f"{LAYER_INPUTS.output_norm}.weight"] = (hidden,)
     if spec.layer_scalars:
         relative[LAYER_SCALAR] = (1,)
+    if spec.altup is not None:
+        relative.update(_altup(spec.altup, spec.hidden_size))
     return {start + name: shape for name, shape in relative.items()}
+
+
+def _altup(altup: AltUp, hidden: int) -> Iterator[tuple[str, Shape]]:
+    streams, (left, right) = altup.num_streams, ALTUP.laurel
+    yield f"{ALTUP.router}.weight", (streams, hidden)
+    yield f"{ALTUP.router_norm}.weight", (hidden,)
+    yield f"{ALTUP.prediction}.weight", (streams * streams, streams)
+    yield f"{ALTUP.correction}.weight", (streams, streams)
+    if altup.scaled:
+        yield ALTUP.scale, (hidden,)
+    yield f"{left}.weight", (altup.laurel_rank, hidden)
+    yield f"{right}.weight", (hidden, altup.laurel_rank)
+    yield f"{ALTUP.laurel_norm}.weight", (hidden,)
 
 
 def num_parameters(spec: ModelSpec) -> int:

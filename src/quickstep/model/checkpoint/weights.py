@@ -29,6 +29,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import (
     LATENT_HEADS,
+    UNREAD_KEYS,
     Shapes,
     layer_tensors,
     outer_tensors,
@@ -291,6 +292,8 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return True
         if name.endswith(".bias") and len(tensor.shape) == 4:
             return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension
+        if self._is_unread_key(name):
+            return True
         if self._is_beside(name) or self._is_of_another_part(name):
             return True
         return self.storage is not None and self.storage.has_no_effect(name)
@@ -298,6 +301,14 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     def _is_of_another_part(self, name: str) -> bool:
         """Whether it belongs to another part than the decoder of a larger model."""
         return self.spec.naming.wrapped and not name.startswith(self.names.prefix)
+
+    def _is_unread_key(self, name: str) -> bool:
+        """Whether it makes keys or values of a layer that reads those of another one."""
+        layer = re.match(rf"{re.escape(self.names.prefix)}layers\.(\d+)\.", name)
+        if layer is None or int(layer[1]) >= self.spec.num_layers:
+            return False
+        shares = self.spec.layers[int(layer[1])].kv_from is not None
+        return shares and name[layer.end() :].startswith(UNREAD_KEYS)
 
     def _is_beside(self, name: str) -> bool:
         """Whether it belongs to another head, or to a layer after the last one."""

@@ -1,21 +1,21 @@
 """An encoder's forward pass: every token of a text sees all others of it, in one step.
 
 Called by the loader for specs with an `EncoderSpec`. There is no KV cache: a row of a step is a
-complete text (`SchedulerConfig.complete_prompts`), and nothing of it is kept. Matrix products of
-all rows run together over the op table, whose bits do not depend on other rows; attention, norms
-and activations run text by text, on tensors whose shapes depend on that text only. So the same text
-has the same bits in every batch.
+complete text (`SchedulerConfig.complete_prompts`), and nothing of it is kept. All rows run together
+over the op table, whose bits do not depend on other rows, and attention runs text by text. So the
+same text has the same bits in every batch. Tensors are of torch, or `HostTensor`s, with which
+nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
-from torch.nn import functional
+import numpy as np
+import numpy.typing as npt
 
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.checkpoint.fingerprint import Fingerprinting
@@ -23,16 +23,29 @@ from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import Progress, TensorReader
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.encoders.encoder_spec import EncoderSpec
-from quickstep.model.formats.gguf_blocks import decode_blocks
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.model.interface import ForwardBatch, KVLayout
-from quickstep.model.rope import make_rope_table
+from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable
-from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.tensors import (
+    FLOAT32,
+    INT64,
+    AnyTensor,
+    Device,
+    DType,
+    HostTensor,
+    as_float64,
+    to_numpy,
+    to_torch,
+)
 from quickstep.ops.weights import LinearWeight
 
-# Queries that attention computes at a time: a long text needs no more than so many rows of scores.
-_QUERIES = 512
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Integers = npt.NDArray[np.int64]
+
 # Prefixes of an encoder's tensors; the first that the checkpoint uses counts.
 _PREFIXES = {
     "bert": ("", "bert."),
@@ -44,13 +57,9 @@ _PREFIXES = {
 class Norm(msgspec.Struct, frozen=True):
     """A layer norm's weight [H], its bias [H] or None, and its epsilon."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: AnyTensor
+    bias: AnyTensor | None
     eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[L, H] -> [L, H]."""
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class EncoderLayer(msgspec.Struct, frozen=True):
@@ -75,9 +84,9 @@ class ClassifierWeights(msgspec.Struct, frozen=True):
 class EncoderWeights(msgspec.Struct, frozen=True):
     """All weights; the tables of positions and segments are None where there are none."""
 
-    tokens: Tensor
-    positions: Tensor | None
-    segments: Tensor | None
+    tokens: LinearWeight | AnyTensor
+    positions: LinearWeight | AnyTensor | None
+    segments: LinearWeight | AnyTensor | None
     embedding_norm: Norm
     layers: tuple[EncoderLayer, ...]
     final_norm: Norm | None
@@ -97,10 +106,10 @@ class Encoder:
     ) -> None:
         assert spec.encoder is not None, "an encoder's spec"
         self._spec, self._encoder, self._weights, self._ops = spec, spec.encoder, weights, ops
+        self._compute = _Ops(ops)
         self._max_model_len, self._fingerprint = max_model_len, fingerprint
-        device = weights.tokens.device
-        tables = [make_rope_table(rope, max_model_len, device) for rope in spec.ropes]
-        self._ropes = [(to_torch(table.cos), to_torch(table.sin)) for table in tables]
+        ropes = [make_rope_table(rope, max_model_len, self.device) for rope in spec.ropes]
+        self._ropes: list[RopeTable] = ropes
 
     @property
     def spec(self) -> ModelSpec:
@@ -110,7 +119,11 @@ class Encoder:
     @property
     def kv_layout(self) -> KVLayout:
         """Nothing is kept of a token."""
-        return KVLayout((), self._weights.tokens.dtype)
+        return KVLayout((), self._dtype)
+
+    @property
+    def _dtype(self) -> DType | torch.dtype:
+        return self._weights.embedding_norm.weight.dtype
 
     @property
     def ops(self) -> OpTable:
@@ -128,9 +141,9 @@ class Encoder:
         return self._max_model_len
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device | Device:
         """Where weights live."""
-        return self._weights.tokens.device
+        return self._weights.embedding_norm.weight.device
 
     @property
     def fingerprint(self) -> str:
@@ -144,15 +157,28 @@ class Encoder:
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """The final hidden states [T, hidden] of rows that are complete texts."""
-        offsets = batch.layout.row_offsets
-        lens = [end - start for start, end in pairwise(offsets)]
-        if list(batch.layout.context_lens) != lens:
+        layout = batch.layout
+        return to_torch(self.encode(batch.token_ids, layout.row_offsets, layout.context_lens))
+
+    def encode(
+        self, token_ids: AnyTensor, offsets: Sequence[int], context_lens: Sequence[int]
+    ) -> AnyTensor:
+        """The final hidden states [T, hidden] of texts that begin at `offsets` of the token ids."""
+        if list(context_lens) != [end - start for start, end in pairwise(offsets)]:
             raise EngineError("a row of an encoder is a part of a text")
-        x = self._embedded(batch.token_ids, offsets)
-        for layer, weights in zip(self._spec.layers, self._weights.layers, strict=True):
-            x = self._layer(x, layer, weights, offsets)
-        final = self._weights.final_norm
-        return x if final is None else _by_text(final, offsets, x)
+        places = np.concatenate([np.arange(b - a, dtype=np.int64) for a, b in pairwise(offsets)])
+        x = self._embedded(token_ids, offsets, places)
+        at = _integers(places, token_ids)
+        turns = [
+            tuple(self._compute.rows(part, at, part.dtype) for part in (rope.cos, rope.sin))
+            for rope in self._ropes
+        ]
+        layers = zip(self._spec.layers, self._weights.layers, strict=True)
+        if self._encoder.family == "modernbert":
+            return self._with_norms_before(x, list(layers), offsets, turns)
+        for layer, weights in layers:
+            x = self._layer(x, layer, weights, offsets, turns)
+        return x
 
     def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
         """There are none. Raises EngineError."""
@@ -162,100 +188,160 @@ class Encoder:
         """The logits of the classes, from the hidden states [L, hidden] of one text."""
         weights, head = self._weights.classifier, self._encoder.head
         assert weights is not None and head is not None, "a model with a classification head"
-        states = to_torch(hidden)
-        pooled = states.mean(0, keepdim=True) if head.is_mean else states[:1].contiguous()
-        x = self._ops.linear(pooled, weights.dense)
-        x = functional.gelu(x) if self._encoder.family == "modernbert" else torch.tanh(x)
+        pooled = hidden[:1]
+        if head.is_mean:
+            pooled = _floats(as_float64(hidden).mean(0, keepdims=True), hidden)
+        x = self._compute.linear(pooled, weights.dense)
+        if self._encoder.family == "modernbert":
+            x = self._compute.activation(x, None, "gelu")
+        else:
+            x = _floats(np.tanh(as_float64(x)), x)
         if weights.norm is not None:
-            x = weights.norm(x)
-        logits: list[float] = self._ops.linear(x, weights.classes)[0].float().tolist()
-        return tuple(logits)
+            x = self._compute.norm(x, weights.norm)
+        return tuple(map(float, as_float64(self._compute.linear(x, weights.classes))[0]))
 
-    def _embedded(self, ids: Tensor, offsets: Sequence[int]) -> Tensor:
-        weights, encoder = self._weights, self._encoder
-        x = weights.tokens[ids]
+    def _embedded(self, ids: AnyTensor, offsets: Sequence[int], places: Integers) -> AnyTensor:
+        weights, encoder, dtype = self._weights, self._encoder, self._dtype
+        x = self._compute.rows(weights.tokens, ids, dtype)
         if weights.segments is not None:
-            segments = [_segments(ids[a:b], encoder) for a, b in pairwise(offsets)]
-            x = x + weights.segments[torch.cat(segments)]
+            host_ids = to_numpy(ids)
+            found = [_segments(host_ids[a:b], encoder) for a, b in pairwise(offsets)]
+            segments = _integers(np.concatenate(found), ids)
+            x = _sum(x, self._compute.rows(weights.segments, segments, dtype))
         if weights.positions is not None:
-            first = encoder.first_position
-            rows = [weights.positions[first : first + b - a] for a, b in pairwise(offsets)]
-            x = x + torch.cat(rows)
-        return _by_text(weights.embedding_norm, offsets, x)
+            rows = _integers(places + encoder.first_position, ids)
+            x = _sum(x, self._compute.rows(weights.positions, rows, dtype))
+        return self._compute.norm(x, weights.embedding_norm)
 
     def _layer(
-        self, x: Tensor, layer: LayerSpec, weights: EncoderLayer, offsets: Sequence[int]
-    ) -> Tensor:
-        linear = self._ops.linear
-        if self._encoder.family == "modernbert":  # norms before each part
-            normed = x
-            if weights.attention_norm is not None:
-                normed = _by_text(weights.attention_norm, offsets, x)
-            x = x + linear(self._attention(normed, layer, weights, offsets), weights.output)
-            normed = _by_text(weights.mlp_norm, offsets, x)
-            gated = _by_text(self._gated, offsets, linear(normed, weights.up))
-            return x + linear(gated, weights.down)
+        self,
+        x: AnyTensor,
+        layer: LayerSpec,
+        weights: EncoderLayer,
+        offsets: Sequence[int],
+        turns: Sequence[tuple[AnyTensor, ...]],
+    ) -> AnyTensor:
+        """A layer of BERT, which has a norm after each part."""
+        ops = self._compute
         assert weights.attention_norm is not None, "BERT has a norm after each part"
-        attended = linear(self._attention(x, layer, weights, offsets), weights.output)
-        x = _by_text(weights.attention_norm, offsets, x + attended)
-        activated = _by_text(self._activation, offsets, linear(x, weights.up))
-        return _by_text(weights.mlp_norm, offsets, x + linear(activated, weights.down))
+        attended = ops.linear(self._attention(x, layer, weights, offsets, turns), weights.output)
+        x, _ = ops.add_norm(attended, x, weights.attention_norm)
+        activated = ops.activation(ops.linear(x, weights.up), None, self._encoder.activation)
+        return ops.add_norm(ops.linear(activated, weights.down), x, weights.mlp_norm)[0]
+
+    def _with_norms_before(
+        self,
+        x: AnyTensor,
+        layers: Sequence[tuple[LayerSpec, EncoderLayer]],
+        offsets: Sequence[int],
+        turns: Sequence[tuple[AnyTensor, ...]],
+    ) -> AnyTensor:
+        """The layers of ModernBERT, which have norms before each part, and the final norm."""
+        ops, final = self._compute, self._weights.final_norm
+        assert final is not None, "ModernBERT has a final norm"
+        width = self._spec.intermediate_size
+        following = [weights.attention_norm for _, weights in layers[1:]]
+        first = layers[0][1].attention_norm
+        normed = x if first is None else ops.norm(x, first)
+        for (layer, weights), norm in zip(layers, [*following, final], strict=True):
+            assert norm is not None, "only the first layer has no norm"
+            attended = self._attention(normed, layer, weights, offsets, turns)
+            normed, x = ops.add_norm(ops.linear(attended, weights.output), x, weights.mlp_norm)
+            up = ops.linear(normed, weights.up)
+            gated = ops.activation(up[:, :width], up[:, width:], self._encoder.activation)
+            normed, x = ops.add_norm(ops.linear(gated, weights.down), x, norm)
+        return normed
 
     def _attention(
-        self, x: Tensor, layer: LayerSpec, weights: EncoderLayer, offsets: Sequence[int]
-    ) -> Tensor:
-        qkv = self._ops.linear(x, weights.qkv)
-
-        def of_text(rows: Tensor) -> Tensor:
-            spec = self._spec
-            heads = rows.view(rows.shape[0], 3, spec.num_heads, spec.head_size)
-            q, k, v = heads.permute(1, 2, 0, 3)
-            if layer.rope is not None:
-                cos, sin = (table[: rows.shape[0]] for table in self._ropes[layer.rope])
-                q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            mixed = bidirectional_attention(q, k, v, spec.attention_scale, layer.window)
-            return mixed.transpose(0, 1).reshape(rows.shape[0], -1)
-
-        return _by_text(of_text, offsets, qkv)
-
-    def _activation(self, x: Tensor) -> Tensor:
-        match self._encoder.activation:
-            case "gelu":
-                return functional.gelu(x)
-            case "gelu_tanh":
-                return functional.gelu(x, approximate="tanh")
-            case _:
-                return functional.relu(x)
-
-    def _gated(self, x: Tensor) -> Tensor:
-        """[L, 2 I] -> [L, I]: the activated first half times the second one."""
-        first, second = x.chunk(2, dim=-1)
-        return self._activation(first) * second
+        self,
+        x: AnyTensor,
+        layer: LayerSpec,
+        weights: EncoderLayer,
+        offsets: Sequence[int],
+        turns: Sequence[tuple[AnyTensor, ...]],
+    ) -> AnyTensor:
+        spec, num_tokens, num_heads = self._spec, x.shape[0], self._spec.num_heads
+        qkv = self._compute.linear(x, weights.qkv)
+        heads = qkv.view(num_tokens, 3 * num_heads, spec.head_size)
+        q, k = heads[:, :num_heads], heads[:, num_heads : 2 * num_heads]
+        if layer.rope is not None:
+            q, k = (self._compute.rotary(part, *turns[layer.rope]) for part in (q, k))
+        v = heads[:, 2 * num_heads :]
+        mixed = self._compute.attention(q, k, v, offsets, spec.attention_scale, layer.window)
+        return mixed.view(num_tokens, num_heads * spec.head_size)
 
 
-def bidirectional_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """q, k, v [H, L, D] of one text -> [H, L, D]; in float32. With `window`, a query sees so many
-    positions on each side of it.
-    """
-    keys, values = k.float().transpose(1, 2), v.float()
-    places = torch.arange(q.shape[1], device=q.device)
-    parts = []
-    for start in range(0, q.shape[1], _QUERIES):
-        scores = torch.matmul(q[:, start : start + _QUERIES].float() * scale, keys)
-        if window is not None:
-            distance = (places[start : start + _QUERIES, None] - places).abs()
-            scores = scores.masked_fill(distance > window, float("-inf"))
-        parts.append(torch.matmul(torch.softmax(scores, dim=-1), values))
-    return torch.cat(parts, dim=1).to(q.dtype)
+class _Ops:
+    """The ops of a table that an encoder uses, on tensors of either class."""
+
+    def __init__(self, table: OpTable) -> None:
+        self._table: Any = table  # its protocols name one class of tensors only
+
+    def rows(
+        self, weight: LinearWeight | AnyTensor, ids: AnyTensor, dtype: DType | torch.dtype
+    ) -> AnyTensor:
+        """Rows [T, C] of a table, in `dtype`."""
+        found: AnyTensor = self._table.embedding(ids, weight, dtype)
+        return found
+
+    def linear(self, x: AnyTensor, weight: LinearWeight) -> AnyTensor:
+        """[T, C] -> [T, N]."""
+        product: AnyTensor = self._table.linear(x, weight)
+        return product
+
+    def rotary(self, x: AnyTensor, cos: AnyTensor, sin: AnyTensor) -> AnyTensor:
+        """[T, H, D] -> [T, H, D]: the halves of a head are pairs."""
+        rotated: AnyTensor = self._table.rotary(x, cos, sin, False)
+        return rotated
+
+    def norm(self, x: AnyTensor, norm: Norm) -> AnyTensor:
+        """[T, C] -> [T, C]."""
+        op = self._table.layer_norm
+        if op is None:
+            from quickstep.ops.reference.elementary import layer_norm as op
+        normed: AnyTensor = op(x, norm.weight, norm.bias, norm.eps, 0.0)
+        return normed
+
+    def add_norm(
+        self, x: AnyTensor, residual: AnyTensor, norm: Norm
+    ) -> tuple[AnyTensor, AnyTensor]:
+        """The norm of a sum [T, C], and the sum."""
+        op = self._table.add_layer_norm
+        if op is None:
+            from quickstep.ops.reference.elementary import add_layer_norm as op
+        found: tuple[AnyTensor, AnyTensor] = op(x, residual, norm.weight, norm.bias, norm.eps, 0.0)
+        return found
+
+    def activation(self, x: AnyTensor, factor: AnyTensor | None, kind: str) -> AnyTensor:
+        """[T, N] -> [T, N], times a factor."""
+        op = self._table.activation
+        if op is None:
+            from quickstep.ops.reference.elementary import activation as op
+        activated: AnyTensor = op(x, factor, kind)
+        return activated
+
+    def attention(
+        self,
+        q: AnyTensor,
+        k: AnyTensor,
+        v: AnyTensor,
+        offsets: Sequence[int],
+        scale: float,
+        window: int | None,
+    ) -> AnyTensor:
+        """[T, H, D] of texts that begin at `offsets` -> [T, H, D]."""
+        op = self._table.text_attention
+        if op is None:
+            from quickstep.ops.reference.text_attention import text_attention as op
+        mixed: AnyTensor = op(q, k, v, offsets, scale, window)
+        return mixed
 
 
 def load_encoder(
     files: TensorFiles,
     spec: ModelSpec,
     ops: OpTable,
-    placement: tuple[torch.device, torch.dtype],
+    placement: tuple[torch.device | Device, torch.dtype | DType],
     max_model_len: int,
     fingerprint: Fingerprinting,
     progress: Progress | None,
@@ -297,14 +383,14 @@ class _Reading:
         positions = segments = None
         if not modern:
             table = (self._encoder.num_positions, hidden)
-            positions = self._tensor(f"{start}position_embeddings.weight", table)
+            positions = self._table(f"{start}position_embeddings.weight", table)
             size = (self._encoder.num_segments, hidden)
-            segments = self._tensor(f"{start}token_type_embeddings.weight", size)
+            segments = self._table(f"{start}token_type_embeddings.weight", size)
         name = "tok_embeddings" if modern else "word_embeddings"
         norm = self._norm(f"{start}norm") if modern else self._norm(f"{start}LayerNorm")
         read = self._modern_layer if modern else self._bert_layer
         return EncoderWeights(
-            self._tensor(f"{start}{name}.weight", (vocab, hidden)),
+            self._table(f"{start}{name}.weight", (vocab, hidden)),
             positions,
             segments,
             norm,
@@ -370,13 +456,28 @@ class _Reading:
         self, names: Sequence[str], shape: tuple[int, int], bias: bool = True
     ) -> LinearWeight:
         """The matrices of these names, one below the other, each of a shape."""
-        weight = torch.cat([self._tensor(f"{name}.weight", shape) for name in names])
+        weights = tuple(f"{name}.weight" for name in names)
+        for name in weights:
+            self._check(name, shape)
         offsets = None
         if bias:
-            offsets = torch.cat([self._tensor(f"{name}.bias", shape[:1]) for name in names])
-        return self._ops.pack_linear(weight, offsets)
+            parts = [self._tensor(f"{name}.bias", shape[:1]) for name in names]
+            offsets = self._reader.joined(parts)
+        stored = self._reader.stored(weights)
+        if stored is not None and self._ops.load_linear is not None:
+            return self._ops.load_linear(stored, offsets)
+        matrix = self._reader.joined([self._tensor(name, shape) for name in weights])
+        return self._ops.pack_linear(matrix, offsets)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _table(self, name: str, shape: tuple[int, int]) -> LinearWeight | AnyTensor:
+        """A matrix whose rows are read."""
+        self._check(name, shape)
+        stored = self._reader.stored((name,))
+        if stored is not None and self._ops.load_linear is not None:
+            return self._ops.load_linear(stored, None)
+        return self._tensor(name, shape)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self._files.tensors.get(name)
         if stored is None:
             raise ConfigError(f"the checkpoint has no tensor {name!r}, which its config needs")
@@ -385,34 +486,48 @@ class _Reading:
                 f"tensor {name!r} has the shape {list(stored.shape)}, the config needs "
                 f"{list(shape)}"
             )
-        if stored.dtype not in BLOCK_KINDS:
-            return to_torch(self._reader.tensor(name))
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> AnyTensor:
+        self._check(name, shape)
+        kind = self._files.tensors[name].dtype
+        if kind not in BLOCK_KINDS:
+            return self._reader.tensor(name)
+        # Imported here: it needs torch. Without torch, matrices are loaded natively.
+        from quickstep.model.formats.gguf_blocks import decode_blocks
+
         self._reader.rows(name, shape[0])
-        decoded = decode_blocks(stored.dtype, self._reader.raw(name), shape)
+        decoded = decode_blocks(kind, self._reader.raw(name), shape)
         return decoded.dequantized().to(self._reader.dtype)
 
 
-def _by_text(compute: Callable[[Tensor], Tensor], offsets: Sequence[int], rows: Tensor) -> Tensor:
-    """[T, ...] -> [T, ...], text by text: a text's shapes and places decide its bits."""
-    texts: Iterator[Tensor] = (
-        compute(rows[start:end].contiguous()) for start, end in pairwise(offsets)
-    )
-    return torch.cat(list(texts))
-
-
-def _segments(ids: Tensor, encoder: EncoderSpec) -> Tensor:
+def _segments(ids: Integers, encoder: EncoderSpec) -> Integers:
     """[L]: 0 up to the first separator, and 1 after it if another one follows."""
-    segments = torch.zeros_like(ids)
+    segments = np.zeros_like(ids)
     if encoder.separator_id is None:
         return segments
-    places = (ids == encoder.separator_id).nonzero()[:2, 0].tolist()
+    places = np.flatnonzero(ids == encoder.separator_id)[:2]
     if len(places) == 2:
         segments[places[0] + 1 : places[1] + 1] = 1
     return segments
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[H, L, D] with rotary positions: the halves of a head are pairs."""
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+def _integers(values: Integers, like: AnyTensor) -> AnyTensor:
+    """[T] int64 of the class of another tensor, on its device."""
+    host = HostTensor(values, INT64)
+    return host if isinstance(like, HostTensor) else host.to_torch().to(like.device)
+
+
+def _floats(values: npt.NDArray[np.float64], like: AnyTensor) -> AnyTensor:
+    """Numbers rounded to the dtype of another tensor, of its class and on its device."""
+    host = HostTensor(values.astype(np.float32), FLOAT32)
+    if isinstance(like, HostTensor):
+        return host.to(like.dtype)
+    return host.to_torch().to(like.device, like.dtype)
+
+
+def _sum(x: AnyTensor, y: AnyTensor) -> AnyTensor:
+    """[T, C], rounded once."""
+    if isinstance(x, HostTensor):
+        assert isinstance(y, HostTensor)
+        return HostTensor(x.float().numpy() + y.float().numpy(), FLOAT32).to(x.dtype)
+    return x + to_torch(y)

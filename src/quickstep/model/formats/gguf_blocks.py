@@ -2,7 +2,8 @@
 
 `csrc/stored_rows.cpp` decodes the same types straight into packed memory, and to the same bits.
 Each decoding function takes blocks [B, bytes] uint8 and returns quantized values [B, elements]
-uint8, scales and zeros [B, groups] float32 (zeros None: 2**(bits - 1)).
+uint8, scales and zeros [B, groups] float32 (zeros None: 2**(bits - 1)); of kinds with minimums
+those in place of zeros.
 """
 
 from __future__ import annotations
@@ -32,23 +33,12 @@ def _nibbles(octets: Tensor) -> Tensor:
     return torch.cat((octets & 15, octets >> 4), 1)
 
 
-def _with_low(quants: Tensor, scales: Tensor, lows: Tensor) -> Decoded:
-    """Quantized values of `scale * q + low`."""
-    flat = scales == 0
-    zeros = torch.where(flat, -1.0, -lows / torch.where(flat, 1.0, scales))
-    scales = torch.where(flat, lows, scales)
-    if bool(flat.any()):
-        group_size = quants.shape[1] // scales.shape[1]
-        quants = quants.masked_fill(flat.repeat_interleave(group_size, 1), 0)
-    return quants, scales, zeros
-
-
 def _q4_0(blocks: Tensor) -> Decoded:
     return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
 
 
 def _q4_1(blocks: Tensor) -> Decoded:
-    return _with_low(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
@@ -64,7 +54,7 @@ def _q5_0(blocks: Tensor) -> Decoded:
 
 def _q5_1(blocks: Tensor) -> Decoded:
     quants = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _with_low(quants, _half(blocks, 0), _half(blocks, 2))
+    return quants, _half(blocks, 0), _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Decoded:
@@ -82,7 +72,7 @@ def _six_bit_pairs(octets: Tensor) -> tuple[Tensor, Tensor]:
 def _k_groups(blocks: Tensor, quants: Tensor) -> Decoded:
     """Q4_K's and Q5_K's common head: d, dmin, 8 scales and 8 minima."""
     scales, minima = _six_bit_pairs(blocks[:, 4:16])
-    return _with_low(quants, _half(blocks, 0) * scales, -_half(blocks, 2) * minima)
+    return quants, _half(blocks, 0) * scales, -_half(blocks, 2) * minima
 
 
 def _paired_nibbles(octets: Tensor) -> Tensor:
@@ -120,7 +110,7 @@ def _two_bits(octets: Tensor) -> Tensor:
 def _q2_k(blocks: Tensor) -> Decoded:
     scales, minima = (blocks[:, :16] & 15).float(), (blocks[:, :16] >> 4).float()
     quants = _two_bits(blocks[:, 16:80])
-    return _with_low(quants, _half(blocks, 80) * scales, -_half(blocks, 82) * minima)
+    return quants, _half(blocks, 80) * scales, -_half(blocks, 82) * minima
 
 
 def _q3_k(blocks: Tensor) -> Decoded:
@@ -334,4 +324,5 @@ def decode_blocks(kind: str, raw: Tensor, shape: Shape) -> QuantizedWeight:
         None if zeros is None else zeros.view(by_row),
         form.bits,
         form.group_size,
+        has_minimums=form.has_minimums,
     )

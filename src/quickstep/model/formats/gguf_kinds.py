@@ -15,19 +15,20 @@ class BlockKind(msgspec.Struct, frozen=True):
     group_size: int
     has_zeros: bool
     wide_scales: bool  # scales are products, which 16 bits need not hold
+    has_minimums: bool = False  # in place of zeros
 
 
 BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
     {
         "Q4_0": BlockKind(4, 32, False, False),
-        "Q4_1": BlockKind(4, 32, True, True),
+        "Q4_1": BlockKind(4, 32, True, False, True),
         "Q5_0": BlockKind(8, 32, False, False),
-        "Q5_1": BlockKind(8, 32, True, True),
+        "Q5_1": BlockKind(8, 32, True, False, True),
         "Q8_0": BlockKind(8, 32, False, False),
-        "Q4_K": BlockKind(4, 32, True, True),
-        "Q5_K": BlockKind(8, 32, True, True),
+        "Q4_K": BlockKind(4, 32, True, True, True),
+        "Q5_K": BlockKind(8, 32, True, True, True),
         "Q6_K": BlockKind(8, 16, False, True),
-        "Q2_K": BlockKind(4, 16, True, True),
+        "Q2_K": BlockKind(4, 16, True, True, True),
         "Q3_K": BlockKind(4, 16, False, True),
         "IQ4_NL": BlockKind(8, 32, False, False),
         "IQ4_XS": BlockKind(8, 32, False, True),

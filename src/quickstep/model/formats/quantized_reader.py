@@ -115,6 +115,8 @@ class QuantizedReader:
 
             raw = self._reader.raw(name)
             decoded = decode_blocks(self._reader.stored_as(name), raw, shape)
+            if decoded.has_minimums and decoded.zeros is not None:
+                decoded = replace(decoded, zeros=decoded.zeros * rows.factor)
             return replace(decoded, scales=decoded.scales * rows.factor)
         from quickstep.model.formats.stored_values import decode_rows
 
@@ -149,7 +151,15 @@ def stack_matrices(
     bits = max(part.bits for part in quantized)
     group_size = math.gcd(*(part.group_size for part in quantized))
     symmetric = all(part.zeros is None for part in quantized)
+    # Not with 8 bits about the middle: products with minimums would be those of large numbers.
+    has_minimums = any(part.has_minimums for part in quantized) and all(
+        part.has_minimums or part.bits == 4 for part in quantized
+    )
+    if not has_minimums:
+        quantized = [part.with_zeros() for part in quantized]
     same = [_as_form(part, bits, group_size, symmetric=symmetric) for part in quantized]
+    if has_minimums:
+        same = [_with_minimums(part) for part in same]
     zeros = [part.zeros for part in same if part.zeros is not None]
     return QuantizedWeight(
         torch.cat([part.quants for part in same]),
@@ -158,7 +168,15 @@ def stack_matrices(
         bits,
         group_size,
         is_float8=bool(floats),
+        has_minimums=has_minimums,
     )
+
+
+def _with_minimums(part: QuantizedWeight) -> QuantizedWeight:
+    """The same weights with minimums in place of zeros; exact for scales and zeros of blocks."""
+    if part.has_minimums or part.zeros is None:
+        return part
+    return replace(part, zeros=part.zeros * -part.scales, has_minimums=True)
 
 
 def _dequantized(part: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:

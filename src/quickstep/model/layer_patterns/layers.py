@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
+from typing import TypeGuard
 
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
+    AltUp,
     LatentSpec,
     LayerInputs,
     LayerSpec,
@@ -98,7 +101,7 @@ def gemma4_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[L
     own = sizes_of_layers(fields, len(layers))
     one_projection = fields.flag("attention_k_eq_v")
     of_full = fields.optional_integer("num_global_key_value_heads") if one_projection else None
-    first_shared = len(layers) - (fields.optional_integer("num_kv_shared_layers") or 0)
+    first_shared = _first_shared(fields, layers)
     is_wide = fields.flag("use_double_wide_mlp")
     width = 2 * fields.integer("intermediate_size") if is_wide else None
     found = []
@@ -117,15 +120,112 @@ def gemma4_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[L
                 "supported are full layers"
             )
         if index >= first_shared:
-            before = [i for i in range(first_shared) if layers[i].window == layer.window]
-            if not before:
-                raise ConfigError(
-                    f"{fields.source} has no layer before {first_shared} of the kind of layer "
-                    f"{index}, whose keys it would read"
-                )
-            layer = replace(layer, kv_from=before[-1], values_are_keys=False, width=width)
+            source = _key_source(fields, layers, first_shared, index)
+            layer = replace(layer, kv_from=source, values_are_keys=False, width=width)
         found.append(layer)
     return tuple(found)
+
+
+def _first_shared(fields: ConfigFields, layers: Sequence[LayerSpec]) -> int:
+    """The first of the last layers, which read the keys of others."""
+    return len(layers) - (fields.optional_integer("num_kv_shared_layers") or 0)
+
+
+def _key_source(
+    fields: ConfigFields, layers: Sequence[LayerSpec], first_shared: int, index: int
+) -> int:
+    """Whose keys a layer reads: those of the last one of its kind that has keys."""
+    before = [i for i in range(first_shared) if layers[i].window == layers[index].window]
+    if not before:
+        raise ConfigError(
+            f"{fields.source} has no layer before {first_shared} of the kind of layer "
+            f"{index}, whose keys it would read"
+        )
+    return before[-1]
+
+
+def gemma3n_layers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The last layers read the keys of the last one of their kind before them; the first ones set
+    most gates to 0.
+    """
+    first_shared, cutoffs = _first_shared(fields, layers), _gate_cutoffs(fields, len(layers))
+    widths = fields.sequence("intermediate_size") if _has_list(fields) else (None,) * len(layers)
+    if widths is None or len(widths) != len(layers):
+        raise ConfigError(f"{fields.source} has no intermediate_size for each of its layers")
+    model_width, found = gemma3n_width(fields), []
+    for index, (layer, width) in enumerate(zip(layers, widths, strict=True)):
+        shares = index >= first_shared
+        source = _key_source(fields, layers, first_shared, index) if shares else None
+        own = width if isinstance(width, int) and width != model_width else None
+        found.append(replace(layer, kv_from=source, width=own, gate_cutoff=cutoffs[index]))
+    return tuple(found)
+
+
+def _has_list(fields: ConfigFields) -> bool:
+    return isinstance(fields.value("intermediate_size"), (list, tuple))
+
+
+def gemma3n_width(fields: ConfigFields) -> int:
+    """The widest, where there is a list."""
+    if not _has_list(fields):
+        return fields.integer("intermediate_size")
+    listed = [value for value in fields.sequence("intermediate_size") or () if is_size(value)]
+    return max(listed, default=0) or fields.integer("intermediate_size")
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Whether it is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of the first layers, where a config says nothing
+
+
+def _gate_cutoffs(fields: ConfigFields, num_layers: int) -> tuple[float | None, ...]:
+    """Of each layer, the deviation above which a normal distribution has the part of gates that is
+    not 0.
+    """
+    listed = fields.sequence("activation_sparsity_pattern")
+    if listed is None:
+        num_sparse = _SPARSE_LAYERS if num_layers > _SPARSE_LAYERS else 0
+        listed = (_SPARSITY,) * num_sparse + (0.0,) * (num_layers - num_sparse)
+    parts = [part for part in listed if isinstance(part, (int, float)) and 0.0 <= part < 1.0]
+    if len(parts) != num_layers or len(listed) != num_layers:
+        raise ConfigError(
+            f"{fields.source} has an activation_sparsity_pattern of {len(listed)} values; it needs "
+            f"one from 0 to below 1 for each of {num_layers} layers"
+        )
+    normal = NormalDist()
+    return tuple([normal.inv_cdf(part) if part > 0.0 else None for part in parts])
+
+
+def gemma3n_inputs(fields: ConfigFields) -> LayerInputs:
+    """A row for each token that is no image and no sound; all others have the first."""
+    fields.value("query_pre_attn_scalar")  # which its attention does not read
+    rows = fields.integer("vocab_size_per_layer_input")
+    size = fields.integer("hidden_size_per_layer_input")
+    return LayerInputs(size, min(rows, fields.integer("vocab_size")))
+
+
+def gemma3n_streams(fields: ConfigFields) -> AltUp:
+    """Several residual streams."""
+    fields.value("altup_coef_clip")  # of coefficients in training
+    count = fields.integer("altup_num_inputs")
+    active = fields.optional_integer("altup_active_idx") or 0
+    if count < _LEAST_STREAMS or active >= count:
+        raise ConfigError(
+            f"{fields.source} computes stream {active} of {count}; there must be at least "
+            f"{_LEAST_STREAMS}"
+        )
+    return AltUp(
+        num_streams=count,
+        active=active,
+        scaled=fields.flag("altup_correct_scale"),
+        laurel_rank=fields.integer("laurel_rank"),
+    )
+
+
+_LEAST_STREAMS = 2
 
 
 def gemma4_inputs(fields: ConfigFields) -> LayerInputs | None:

@@ -9,9 +9,11 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.layer_patterns.own_sizes import full_size, sizes_of_layers
 from quickstep.model.layer_patterns.windows import (
+    Windows,
     cohere2_windows,
     exaone_windows,
     gemma3_windows,
+    gemma3n_windows,
     gemma4_windows,
     olmo3_windows,
     smollm_rotated,
@@ -113,6 +115,16 @@ def gemma3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes
 
     `max_position_embeddings` already counts the scaling.
     """
+    return _local_ropes(fields, head_size, gemma3_windows(fields, num_layers))
+
+
+def gemma3n_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As Gemma 3's."""
+    return _local_ropes(fields, head_size, gemma3n_windows(fields, num_layers))
+
+
+def _local_ropes(fields: ConfigFields, head_size: int, windows: Windows) -> Ropes:
+    """Frequencies of full layers, and those of layers with a window."""
     max_positions = fields.integer("max_position_embeddings")
     given = {"rope_theta": fields.optional_number("rope_theta") or 1_000_000.0}
     local = {"rope_theta": fields.optional_number("rope_local_base_freq") or 10_000.0}
@@ -120,7 +132,6 @@ def gemma3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes
     full = given | dict(fields.mapping("rope_scaling") or {}) | _nested(newer, "full_attention")
     sliding = local | _nested(newer, "sliding_attention")
     specs = tuple(read_rope(p, head_size, max_positions, None) for p in (full, sliding))
-    windows = gemma3_windows(fields, num_layers)
     of_layer = tuple(0 if window is None else 1 for window in windows)
     return Ropes(specs, of_layer, max_positions)
 

@@ -159,6 +159,11 @@ def gemma4_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return (*_every_nth_full(fields, num_layers, 6)[:-1], None)
 
 
+def gemma3n_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each fifth."""
+    return _every_nth_full(fields, num_layers, 5)
+
+
 def cohere2_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """All layers slide but each `sliding_window_pattern`-th (3 to 1 by default)."""
     period = fields.optional_integer("sliding_window_pattern") or 4

@@ -9,6 +9,7 @@ from quickstep.model.adapters.lora_modules import Projection, expert_number, mod
 from quickstep.model.decoder_weights import MixtureNorms, MLPWeights, MoEWeights
 from quickstep.model.layers.layer_ops import LayerOps, scaled
 from quickstep.ops.table import ExpertLoRA, ExpertParts, LoRAMapping, RoutingRule
+from quickstep.ops.tensors import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +47,13 @@ class MLP:
     def computed(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
         """Of x [T, hidden]."""
         ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
-        gate = spec.multipliers.gate
-        if not spec.gated:
+        gate, cutoff = spec.multipliers.gate, spec.layers[ops.index].gate_cutoff
+        if cutoff is not None:
+            gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
+            # rounded to the activations' dtype, as Gemma was trained
+            gate_up = ops.streams.cut(gate_up, rounded(cutoff, x.dtype))
+            x = table.gated_activation(gate_up, spec.activation)
+        elif not spec.gated:
             x = ops.activation(ops.linear(x, weights.gate_up, Projection.GATE_UP, lora), None)
         elif gate != 1.0:  # up has the factor too, until the product of both
             gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
@@ -111,9 +117,10 @@ class MixtureOfExperts:
         y = ops.gather(y, spec.hidden_size)
         if self._shared is None:
             return y
-        shared = self._shared.computed(x, None)
+        shared = self._shared.computed(x, lora)
         if weights.shared_gate is not None:
-            shared = ops.gated(shared, table.linear(x, weights.shared_gate))
+            gates = ops.linear(x, weights.shared_gate, Projection.SHARED_GATE, lora)
+            shared = ops.gated(shared, gates)
         return y + shared
 
 

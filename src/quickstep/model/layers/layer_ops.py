@@ -9,7 +9,7 @@ import msgspec
 from quickstep.model.adapters.lora_modules import Projection, module_number
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sharding import Shard
-from quickstep.ops.table import LoRAMapping, OpTable
+from quickstep.ops.table import LoRAMapping, OpTable, StreamOps
 from quickstep.ops.tensors import AnyTensor, TensorT
 from quickstep.ops.weights import LinearWeight
 
@@ -88,6 +88,15 @@ class LayerOps(msgspec.Struct, frozen=True):
 
             gate = states.gate
         return gate(x, gates)
+
+    @property
+    def streams(self) -> StreamOps:
+        """Of several residual streams."""
+        if self.table.streams is not None:
+            return self.table.streams
+        from quickstep.ops.reference.streams import stream_ops  # it computes with torch
+
+        return stream_ops()
 
     def gather(self, x: TensorT, num_columns: int) -> TensorT:
         """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""

@@ -1,49 +1,24 @@
 """Layers around one residual: what they compute is added to what they were given.
 
-`build_layers` makes the stack of every native architecture. Another mixer is another `MixerOf`;
-several streams are another layer and another stack, next to these.
+`model.layers.stack` makes them; several streams are the layers of `model.layers.altup`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.model.decoder_spec import KVSize, ModelSpec, NormPlacement, StateSize
-from quickstep.model.decoder_weights import (
-    AttentionWeights,
-    DecoderWeights,
-    HybridWeights,
-    LatentWeights,
-    LayerWeights,
-)
+from quickstep.model.decoder_spec import KVSize, NormPlacement, StateSize
+from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens
-from quickstep.model.layers.attention import Attention
 from quickstep.model.layers.feed_forward import make_feed_forward
 from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
-from quickstep.model.layers.latent_attention import LatentAttention
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.model.layers.states import AttentionAndState, StateMixer
-from quickstep.model.sharding import Shard, shard_spec
-from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import AnyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class CachePlaces(msgspec.Struct, frozen=True):
-    """Where a layer's tensors are in a `KVCache`: `kv` among those of layers that keep something of
-    each token, `state` among those that keep a state.
-    """
-
-    kv: int
-    state: int
-
-
-MixerOf = Callable[[LayerOps, LayerWeights, CachePlaces], Mixer | None]
 
 
 class ResidualStream(msgspec.Struct, frozen=True):
@@ -141,43 +116,13 @@ class ResidualLayer:
         return x if multiplier == 1.0 else x * multiplier
 
 
-def mixer_of(ops: LayerOps, weights: LayerWeights, places: CachePlaces) -> Mixer | None:
-    """The mixer that a layer of a native architecture has weights of."""
-    mixer = weights.mixer
-    if mixer is None:
-        return None
-    if isinstance(mixer, AttentionWeights):
-        return Attention(ops, mixer, places.kv)
-    if isinstance(mixer, LatentWeights):
-        return LatentAttention(ops, mixer, places.kv)
-    if isinstance(mixer, HybridWeights):
-        attention = Attention(ops, mixer.attention, places.kv)
-        return AttentionAndState(ops, attention, StateMixer(ops, mixer.state, places.state))
-    return StateMixer(ops, mixer, places.state)
-
-
-def build_layers(
-    spec: ModelSpec,
+def residual_stack(
+    outer: LayerOps,
     weights: DecoderWeights,
-    table: OpTable,
-    shard: Shard,
-    first_layer: int = 0,
-    mixer_of: MixerOf = mixer_of,
+    layers: tuple[ResidualLayer, ...],
+    states: tuple[StateSize, ...],
 ) -> LayerStack:
-    """The layers of a spec on an op table, from `first_layer` on; `weights` are the shard's."""
-    layers: list[ResidualLayer] = []
-    states: list[StateSize] = []
-    places: dict[int, int] = {}  # in a `KVCache`, of layers that have one
-    for index, layer in enumerate(weights.layers, first_layer):
-        of_layer, kind = spec.of_layer(index), spec.layers[index]
-        ops = LayerOps(table, of_layer, shard_spec(of_layer, shard), shard, index)
-        kv_place = len(places) if kind.kv_from is None else places[kind.kv_from]
-        mixer = mixer_of(ops, layer, CachePlaces(kv_place, len(states)))
-        layers.append(ResidualLayer(ops, layer, mixer))
-        if layers[-1].kv_size is not None:
-            places[index] = kv_place
-        states += () if kind.state_mixer is None else (kind.state_mixer.kept,)
-    outer = LayerOps(table, spec, shard_spec(spec, shard), shard, spec.num_layers)
+    """The layers in order; `outer` computes what is outside of them."""
 
     def end(stream: ResidualStream) -> Tensor:
         return _add_and_norm(outer, stream, weights.final_norm, weights.final_bias)[0]
@@ -185,8 +130,7 @@ def build_layers(
     def total(stream: ResidualStream) -> Tensor:
         return _add_and_norm(outer, stream, None, None)[0]
 
-    ends = end, total, _pack, _unpack
-    return LayerStack(ResidualStream, tuple(layers), *ends, tuple(states))
+    return LayerStack(ResidualStream, layers, end, total, _pack, _unpack, states)
 
 
 def _pack(stream: ResidualStream) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from quickstep.ops.native.library import (
     AttentionCall,
     KVMoveCall,
     KVWriteCall,
+    TextAttentionCall,
     raise_for_status,
 )
 from quickstep.ops.native.packed import kernel_dtype, kv_kernel_dtype
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEAD_SIZE = 576  # QS_MAX_HEAD_SIZE
+_MAX_TEXT_HEAD_SIZE = 256  # QS_MAX_TEXT_HEAD_SIZE
 
 
 class _AttentionLayout:
@@ -74,6 +76,47 @@ class NativeAttention:
         self._move_kv = library.qs_move_kv
         # The newest layout; one assignment replaces it, so a reader sees the old or the new one.
         self._layout: _AttentionLayout | None = None
+
+    def text_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Sequence[int],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """`OpTable.text_attention`."""
+        dtype = kernel_dtype(q.dtype)
+        num_tokens, num_heads, head_size = q.shape
+        if dtype is None or head_size > _MAX_TEXT_HEAD_SIZE:
+            from quickstep.ops.reference.text_attention import text_attention
+
+            return text_attention(q, k, v, offsets, scale, window)
+        assert offsets[-1] == num_tokens and k.shape == q.shape and v.shape == q.shape
+        q, k, v = (heads_in_place(part) for part in (q, k, v))
+        out = q.new_empty(q.shape)
+        starts = (ctypes.c_int64 * len(offsets))(*offsets)
+        call = TextAttentionCall(
+            dtype=dtype,
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=scale,
+            q_stride=q.stride(0),
+            k_stride=k.stride(0),
+            v_stride=v.stride(0),
+            num_texts=len(offsets) - 1,
+            window=-1 if window is None else window,
+            offsets=ctypes.addressof(starts),
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            out=out.data_ptr(),
+        )
+        status = self._library.qs_text_attention(self._context, ctypes.byref(call))
+        if status:
+            raise_for_status(status, "text_attention")
+        return out
 
     def write_kv(
         self,

@@ -27,6 +27,7 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.packed_files import NativePackedFiles
 from quickstep.ops.native.states import NativeStates
+from quickstep.ops.native.streams import NativeStreams
 from quickstep.ops.table import LoRAMapping, OpTable
 from quickstep.ops.tensors import (
     FLOAT32,
@@ -76,6 +77,7 @@ class NativeOps:
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
         self._states = NativeStates(library, context)
+        self._streams = NativeStreams(library, context)
         owner = weakref.ref(self)  # a cycle would keep the context and its threads
 
         def pack_linear(weight: AnyTensor, bias: None) -> LinearWeight:
@@ -124,10 +126,12 @@ class NativeOps:
             route=self._experts.route,
             experts=self._experts.experts,
             latent=self._latent.ops(),
+            text_attention=self._attention.text_attention,
             gate=self._states.gate,
             short_conv=self._states.short_conv,
             gated_delta=self._states.gated_delta,
             mamba=self._states.mamba,
+            streams=self._streams.ops(),
         )
 
     def kernel_s(self) -> float:
@@ -208,7 +212,7 @@ class NativeOps:
         assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = token_ids.new_empty((num_tokens, size), dtype=torch_dtype(dtype))
+        out = _new_rows(token_ids, (num_tokens, size), dtype)
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -227,7 +231,7 @@ class NativeOps:
     ) -> Tensor:
         packed = weight.data
         shape = (token_ids.numel(), weight.num_inputs)
-        out = token_ids.new_empty(shape, dtype=torch_dtype(dtype))
+        out = _new_rows(token_ids, shape, dtype)
         if isinstance(packed, PackedQuantized):
             self._quantized.rows(token_ids, weight, out)
             return out
@@ -469,6 +473,15 @@ class NativeOps:
         if status:
             raise_for_status(status, "logits")
         return out
+
+
+def _new_rows(ids: TensorT, shape: tuple[int, int], dtype: DType | torch.dtype) -> TensorT:
+    """A new tensor of the class of `ids`; not initialized."""
+    kind = host_dtype(dtype)
+    if isinstance(ids, HostTensor):
+        assert kind is not None
+        return ids.new_empty(shape, kind)
+    return ids.new_empty(shape, dtype=torch_dtype(dtype))
 
 
 def _rows(x: TensorT) -> TensorT:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 20
+ABI_VERSION = 22
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -77,6 +77,27 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class TextAttentionCall(ctypes.Structure):
+    """`qs_text_attention_call`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("num_heads", c_int32),
+        ("head_size", c_int32),
+        ("scale", c_float),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("num_texts", c_int64),
+        ("window", c_int64),
+        ("offsets", c_void_p),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+    )
+
+
 class KVMoveCall(ctypes.Structure):
     """`qs_kv_move`."""
 
@@ -115,7 +136,7 @@ class QuantizedWeightCall(ctypes.Structure):
 
     _fields_ = (
         ("bits", c_int32),
-        ("unused", c_int32),
+        ("has_minimums", c_int32),
         ("n", c_int64),
         ("k", c_int64),
         ("group_size", c_int64),
@@ -193,7 +214,13 @@ class OpKind:
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
     ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA, MAMBA, HEAD_LINEAR, LATENT_KEYS = range(18, 26)
-    ACTIVATION, LAYER_NORM = range(30, 32)
+    ACTIVATION, LAYER_NORM, STREAMS, MATCH, CUT = range(30, 35)
+
+
+class StreamsKind:
+    """`qs_streams_kind`."""
+
+    MIX, CORRECT, ADD, SPREAD = range(4)
 
 
 class RowsOf:
@@ -503,6 +530,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_move_kv", _I, (POINTER(KVMoveCall),)),
     ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),
     ("qs_paged_attention", _I, (_P, POINTER(AttentionCall))),
+    ("qs_text_attention", _I, (_P, POINTER(TextAttentionCall))),
     ("qs_lora_create", _I, (_I, POINTER(LoRAPartCall), _L, _L, POINTER(_P))),
     ("qs_lora_destroy", None, (_P,)),
     ("qs_lora_bytes", _L, (_P,)),
@@ -514,6 +542,9 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_experts_scratch_bytes", _L, (_P, _P)),
     ("qs_experts_run", _I, (_P, _P, _P)),
     ("qs_gate", _I, (_P, _I, _P, _P, _L, _L, _L, _L, _P)),
+    ("qs_streams", _I, (_P, _P)),
+    ("qs_match_magnitude", _I, (_P, _P)),
+    ("qs_cut_gates", _I, (_P, _I, _P, _L, _L, _F, _P)),
     ("qs_short_conv", _I, (_P, POINTER(ShortConvCall))),
     ("qs_delta", _I, (_P, POINTER(DeltaCall))),
     ("qs_mamba", _I, (_P, POINTER(MambaCall))),

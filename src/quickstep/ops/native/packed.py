@@ -152,6 +152,7 @@ class NativeQuantized:
         outputs, inputs = quants.shape
         call = QuantizedWeightCall(
             bits=weight.bits,
+            has_minimums=weight.has_minimums,
             n=outputs,
             k=inputs,
             group_size=weight.group_size,

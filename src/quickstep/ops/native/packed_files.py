@@ -30,6 +30,7 @@ class _PackedForm(ctypes.Structure):
         ("has_zeros", c_int16),
         ("half_scales", c_int16),
         ("has_sub_scales", c_int16),
+        ("has_minimums", c_int32),
     )
 
 
@@ -75,6 +76,7 @@ class NativePackedFiles:
             has_zeros=form.has_zeros,
             half_scales=form.half_scales,
             has_sub_scales=form.has_sub_scales,
+            has_minimums=form.has_minimums,
             part_bytes=sizes,
             checksum=self._checksum(parts),
         )

@@ -25,6 +25,7 @@ from quickstep.ops.native.library import (
     UNGATED,
     OpKind,
     RowsOf,
+    StreamsKind,
 )
 from quickstep.ops.native.packed import (
     PackedQuantized,
@@ -40,6 +41,7 @@ from quickstep.ops.native.states import (
     MAX_DELTA_SIZE,
     mamba_call,
 )
+from quickstep.ops.native.streams import MAX_STREAMS
 from quickstep.ops.table import (
     AttentionParams,
     DeltaWeights,
@@ -55,6 +57,7 @@ from quickstep.ops.table import (
     RoutingRule,
     ShortConvWeights,
     StateRows,
+    StreamOps,
 )
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 from quickstep.ops.weights import HeadWeight, LinearWeight
@@ -382,6 +385,15 @@ class NativeRecorder:
             short_conv=calls._short_conv,
             gated_delta=calls._gated_delta,
             mamba=calls._mamba,
+            streams=StreamOps(
+                calls._spread,
+                calls._mix,
+                calls._correct,
+                calls._add_to_streams,
+                calls._match,
+                calls._cut,
+            ),
+            row_ids=calls._row_ids,
             latent=LatentOps(pack, calls._latent_keys, calls._latent_queries, calls._latent_values),
             ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
@@ -773,6 +785,81 @@ class NativeRecorder:
         outputs = (out, self._tape.fixed(states, FLOAT32))
         numbers = Numbers(size=tuple(states.shape))
         self._tape.record(OpKind.MAMBA, x, inputs, outputs, numbers)
+        return out
+
+    def _spread(self, x: StepTensor, others: StepTensor) -> StepTensor:
+        num_streams = 1 + others.shape[1] // x.shape[1]
+        out = self._tape.new((num_streams * x.shape[1],), x.dtype, self._tape.rows_of(x))
+        size = (num_streams, x.shape[1], 0)
+        return self._record_streams(StreamsKind.SPREAD, x, (others, None), (0, 0), (out,), size)[0]
+
+    def _mix(
+        self, x: StepTensor, scores: StepTensor, weight: AnyTensor, active: int
+    ) -> tuple[StepTensor, ...]:
+        size = (scores.shape[1], x.shape[1] // scores.shape[1], active)
+        fixed = (self._tape.fixed(weight, FLOAT32), 0)
+        of_active = self._tape.new((size[1],), x.dtype, self._tape.rows_of(x))
+        outputs = (self._tape.like(x), of_active)
+        return self._record_streams(StreamsKind.MIX, x, (None, scores), fixed, outputs, size)
+
+    def _correct(
+        self,
+        x: StepTensor,
+        delta: StepTensor,
+        scores: StepTensor,
+        weight: AnyTensor,
+        scale: AnyTensor | None,
+        active: int,
+    ) -> tuple[StepTensor, ...]:
+        factors = 0 if scale is None else self._tape.fixed(scale, x.dtype)
+        fixed = (self._tape.fixed(weight, FLOAT32), factors)
+        size, out = (scores.shape[1], delta.shape[1], active), self._tape.like(x)
+        outputs = (out, self._tape.like(delta))
+        return self._record_streams(StreamsKind.CORRECT, x, (delta, scores), fixed, outputs, size)
+
+    def _add_to_streams(self, x: StepTensor, delta: StepTensor) -> StepTensor:
+        size = (x.shape[1] // delta.shape[1], delta.shape[1], 0)
+        out = self._tape.like(x)
+        return self._record_streams(StreamsKind.ADD, x, (delta, None), (0, 0), (out,), size)[0]
+
+    def _record_streams(
+        self,
+        kind: int,
+        x: StepTensor,
+        parts: tuple[StepTensor | None, StepTensor | None],
+        fixed: tuple[int, int],
+        outputs: tuple[StepTensor, ...],
+        size: tuple[int, ...],
+    ) -> tuple[StepTensor, ...]:
+        if size[0] > MAX_STREAMS:
+            raise NotCapturable("a token has more streams than the native kernels mix")
+        given = [0 if part is None else self._tape.contiguous(part) for part in parts]
+        inputs = (self._tape.contiguous(x), *given, *fixed)
+        numbers = Numbers(size=size, option=kind)
+        self._tape.record(OpKind.STREAMS, x, inputs, outputs, numbers)
+        return outputs
+
+    def _match(self, x: StepTensor, like: StepTensor, total: StepTensor | None) -> StepTensor:
+        if any(part is not None and part.stride(1) != 1 for part in (x, like, total)):
+            raise NotCapturable("a magnitude would have to copy its input")
+        sum_of = 0 if total is None else self._tape.operand(total)
+        inputs = (self._tape.operand(x), self._tape.operand(like), sum_of)
+        out = self._tape.new((x.shape[1],), x.dtype, self._tape.rows_of(x))
+        size = (x.shape[1], 0 if total is None else total.stride(0))
+        numbers = Numbers(size=size, stride=(x.stride(0), like.stride(0)))
+        self._tape.record(OpKind.MATCH, x, inputs, (out,), numbers)
+        return out
+
+    def _cut(self, gate_up: StepTensor, num_deviations: float) -> StepTensor:
+        inputs, out = (self._tape.contiguous(gate_up),), self._tape.like(gate_up)
+        numbers = Numbers(size=(gate_up.shape[1] // 2,), scalar=(num_deviations,))
+        self._tape.record(OpKind.CUT, gate_up, inputs, (out,), numbers)
+        return out
+
+    def _row_ids(self, ids: StepTensor, num_rows: int, vocab_size: int) -> StepTensor:
+        inputs, out = (self._tape.contiguous(ids),), self._tape.like(ids)
+        numbers = Numbers(size=(0, num_rows, vocab_size))
+        self._tape.record(OpKind.LOCAL_IDS, ids, inputs, (out,), numbers)
         return out
 
     def _latent_keys(

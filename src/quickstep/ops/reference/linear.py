@@ -167,7 +167,11 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
         dots = inputs @ _grouped(held[block], data.group_size).permute(1, 2, 0)
         middle = 0.0 if data.is_float8 else 2.0 ** (data.bits - 1)
         zeros = middle if data.zeros is None else data.zeros[block].t()[:, None]
-        scaled = (dots - sums * zeros) * data.scales[block].double().t()[:, None]
+        group_scales = data.scales[block].double().t()[:, None]
+        if data.has_minimums:
+            scaled = dots * group_scales + sums * zeros
+        else:
+            scaled = (dots - sums * zeros) * group_scales
         total = torch.zeros_like(dots[0])
         for group in range(scaled.shape[0]):
             total += scaled[group] * scales[:, group, None].double()

@@ -84,6 +84,7 @@ def pack_quantized(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWei
     """A weight [N, C], bias [N] or None, in the kernels' layout, on the device of the weight."""
     if weight.is_float8:
         return pack_float8(weight, bias)
+    weight = weight.with_zeros()
     num_outputs, num_inputs = weight.quants.shape
     middle = 2 ** (weight.bits - 1)
     num_groups = weight.scales.shape[1]

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from functools import partial
 
 from quickstep.model.decoder import Decoder
+from quickstep.model.encoders.encoder import Encoder
 from quickstep.model.interface import FeatureModel, Model
 from quickstep.ops.table import KVCache, LoRAAdapter
-from quickstep.ops.tensors import torch_device
+from quickstep.ops.tensors import Device, torch_device
 from quickstep.runtime.steps.captured import CapturedSteps, Recordings, record
 from quickstep.runtime.steps.step_model import GraphOptions, StepModel
+from quickstep.runtime.steps.texts import TextSteps
 
 # Products take longer than launches in a longer step, and padding adds to them. An estimate.
 _MAX_PROMPT_TOKENS = 512
@@ -62,6 +64,8 @@ def open_steps(
             of_all = partial(of, every_token=True, aux_layers=aux_layers)
             recordings = Recordings(of_emitting, of_all)
             return CapturedSteps(model, model.ops.steps, recordings, kv, block_size, adapters)
+    if isinstance(model, Encoder) and isinstance(model.device, Device):
+        return TextSteps(model)
     # Imported here: they compute with torch.
     from quickstep.runtime.steps.eager import EagerSteps
 

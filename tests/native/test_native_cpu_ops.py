@@ -1,4 +1,4 @@
-"""Attention over latents: every native op under every ISA level, near float64 and exact."""
+"""Attention over latents, residual streams: native ops of every ISA level, near float64, exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from op_checks.agreement import agreement, agreement_of_each
-from op_checks.cases import DTYPES, LATENT_OPS, cases
+from op_checks.cases import CPU_OPS, DTYPES, cases
 from op_checks.invariance import mismatches, mismatches_of_each
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
@@ -27,7 +27,7 @@ def tables(dtype: torch.dtype) -> dict[str, OpTable]:
     return found
 
 
-@pytest.mark.parametrize("op", LATENT_OPS)
+@pytest.mark.parametrize("op", CPU_OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_as_near_float64_as_the_reference(dtype: torch.dtype, op: str) -> None:
     checked = [
@@ -41,7 +41,7 @@ def test_results_are_as_near_float64_as_the_reference(dtype: torch.dtype, op: st
     assert [one for one in checked if not one[1].ok] == []
 
 
-@pytest.mark.parametrize("op", LATENT_OPS)
+@pytest.mark.parametrize("op", CPU_OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_every_batch(dtype: torch.dtype, op: str) -> None:
     of_levels = tables(dtype)
@@ -56,7 +56,7 @@ def test_a_token_has_the_same_bits_in_every_batch(dtype: torch.dtype, op: str) -
     assert {key: where for key, where in found.items() if where} == {}
 
 
-@pytest.mark.parametrize("op", LATENT_OPS)
+@pytest.mark.parametrize("op", CPU_OPS)
 def test_the_reference_agrees_with_float64_and_with_itself(op: str) -> None:
     ops = reference_ops()
     for case in list(cases([op], (torch.bfloat16,)))[:3]:
