@@ -24,7 +24,12 @@ from quickstep.ops.tensors import store_heads
 STEPS = ((1, 0, 512), (1, 1536, 512), (1, 0, 2048), (1, 512, 1), (32, 512, 1), (1, 8192, 1))
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 14, 2, 64
 BLOCK_SIZE = 16
-KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float16": torch.float16}
+KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "float16": torch.float16,
+}
 
 
 class Step:

@@ -14,7 +14,12 @@ constexpr int64_t kItemBytes = 1 << 16;  // of copying: below it waking a thread
 
 bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
 
-bool valid_kv_dtype(int dtype) { return valid_dtype(dtype) || dtype == QS_I8; }
+bool valid_kv_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_I4; }
+
+// Quants of 4 bits are in pairs.
+bool valid_kv_size(int dtype, int64_t head_size) {
+  return valid_kv_dtype(dtype) && head_size >= 1 && (dtype != QS_I4 || head_size % 2 == 0);
+}
 
 float to_float(int dtype, const void* data, int64_t index) {
   if (dtype == QS_F32) return static_cast<const float*>(data)[index];
@@ -51,8 +56,8 @@ void for_row_parts(qs::Pool* pool, int64_t rows, int64_t row_bytes, const Fn& fn
 namespace qs {
 
 int check_kv_write(const qs_kv_write& call) {
-  if (!valid_dtype(call.dtype) || !valid_kv_dtype(call.kv_dtype) || call.num_kv_heads < 1 ||
-      call.head_size < 1 || call.num_tokens < 0) {
+  if (!valid_dtype(call.dtype) || !valid_kv_size(call.kv_dtype, call.head_size) ||
+      call.num_kv_heads < 1 || call.num_tokens < 0) {
     return QS_INVALID;
   }
   for (int64_t i = 0; i < call.num_tokens; ++i) {
@@ -304,7 +309,7 @@ int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention
 
 int qs_paged_attention(qs_context* context, const qs_attention* call) {
   const bool heads = call->num_kv_heads >= 1 && call->num_heads % call->num_kv_heads == 0;
-  const bool dtypes = valid_dtype(call->dtype) && valid_kv_dtype(call->kv_dtype);
+  const bool dtypes = valid_dtype(call->dtype) && valid_kv_size(call->kv_dtype, call->head_size);
   const bool is_latent = call->v_cache == nullptr;
   const int32_t least = is_latent ? 1 : 0, most = is_latent ? call->head_size : 0;
   const bool sizes = call->head_size >= 1 && call->head_size <= QS_MAX_HEAD_SIZE &&

@@ -27,9 +27,11 @@ enum qs_status {
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
-// What a KV cache may also hold: a head is D quants of 8 bits and the float32 that they are
+// What a KV cache may also hold. QS_I8: a head is D quants of 8 bits and the float32 that they are
 // multiplied by, D + 4 bytes together. Quants are rounded half to even, scale = max|x| / 127.
-enum qs_kv_dtype { QS_I8 = 3 };
+// QS_I4: D, which is even, quants of 4 bits, each 32 with a scale and a minimum, in D / 2 bytes and
+// 4 for each begun 32 (kernels/kv_rows.h).
+enum qs_kv_dtype { QS_I8 = 3, QS_I4 = 4 };
 // The last two are activations of qs_activation_of only.
 enum qs_activation {
   QS_SILU = 0,
@@ -278,7 +280,7 @@ QS_API int qs_layer_norm(qs_context* context, int dtype, const void* x, const vo
                          const void* bias, float eps, float offset, void* out, void* sum);
 
 // Writes k and v [T, K, D] of `dtype` to the rows `slots` [T] of caches of `kv_dtype` (a qs_dtype
-// or QS_I8), each value rounded once. v and v_cache may be null.
+// or qs_kv_dtype), each value rounded once. v and v_cache may be null.
 typedef struct qs_kv_write {
   int32_t dtype;
   int32_t kv_dtype;
@@ -316,7 +318,7 @@ typedef struct qs_attention {
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;
-  int32_t kv_dtype;         // a qs_dtype or QS_I8
+  int32_t kv_dtype;         // a qs_dtype or qs_kv_dtype
   int32_t value_size;       // with v_cache null, so many first elements of a key are its value
   int64_t q_stride;         // between tokens
   int64_t num_rows;         // R

@@ -27,6 +27,7 @@ FORMATS: tuple[tuple[str, ...], ...] = (
     (),
     ("--quantization", "int8"),
     ("--kv-cache-dtype", "int8"),
+    ("--kv-cache-dtype", "int4"),
     ("--quantization", "int4"),
     ("--dtype", "float32", "--block-size", "32"),
 )

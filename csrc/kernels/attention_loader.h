@@ -1,6 +1,6 @@
 // Brings a tile of the paged cache to the form that the products read: keys transposed, values as
-// rows, both as floats or as pairs of bfloat16; quants stay quants, with their scales in a second
-// array.
+// rows, both as floats or as pairs of bfloat16; quants of 8 bits stay quants, with their scales in a
+// second array.
 #pragma once
 
 #include "kernels/attention_groups.h"
@@ -13,44 +13,36 @@ namespace qs::QS_LEVEL {
 // W words of a key: W floats.
 template <typename Product, typename KV>
 struct Words {
-  static QS_INLINE vf load_key(const KV* p, int64_t n) { return load_up_to(p, n); }
+  using Row = HeadRow<KV>;
 
-  // Row(s) of values with their scale; `count` positions exist (one here).
-  static QS_INLINE void store_values(const KV* first, const KV*, int64_t size, float* to) {
-    for (int64_t d = 0; d < size; d += W) store(to + d, load_up_to(first + d, size - d));
+  static QS_INLINE vf load_key(Row row, int64_t d, int64_t n) { return row.load(d, n); }
+
+  // Row(s) of values; `first` exists (one here).
+  static QS_INLINE void store_values(Row first, Row, int64_t size, float* to) {
+    for (int64_t d = 0; d < size; d += W) store(to + d, first.load(d, size - d));
   }
 };
 
 #if defined(__AVX512BF16__)
 
-QS_INLINE __m512i load_pairs(const bf16* p, int64_t n) {
-  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-  return _mm512_maskz_loadu_epi16(mask, p);
-}
-QS_INLINE __m512i load_pairs(const int8_t* p, int64_t n) {  // exact: 8 bits hold a quant
-  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-  const __m256i quants = _mm256_maskz_loadu_epi8(mask, p);
-  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(quants)));
-  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(quants, 1)));
-  return bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-}
-
 template <typename KV>
 struct Words<Pairs, KV> {
-  static QS_INLINE vf load_key(const KV* p, int64_t n) {
-    return bit_cast<vf>(n > 0 ? load_pairs(p, n) : __m512i{});
+  using Row = HeadRow<KV>;
+
+  static QS_INLINE vf load_key(Row row, int64_t d, int64_t n) {
+    return bit_cast<vf>(n > 0 ? load_pairs(row, d, n) : __m512i{});
   }
 
   // Two positions, each a word's half; a null one is zero.
-  static QS_INLINE void store_values(const KV* first, const KV* second, int64_t size, float* to) {
+  static QS_INLINE void store_values(Row first, Row second, int64_t size, float* to) {
     const __m512i step = _mm512_set1_epi32(0x00010001);
     const __m512i lanes = bit_cast<__m512i>(lane_indices());
     const __m512i low = _mm512_or_si512(_mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16)),
                                         _mm512_set1_epi32(0x00200000));
     const __m512i high = _mm512_add_epi16(low, _mm512_slli_epi32(step, 4));
     for (int64_t d = 0; d < size; d += 2 * W) {
-      const __m512i a = first ? load_pairs(first + d, size - d) : __m512i{};
-      const __m512i b = second ? load_pairs(second + d, size - d) : __m512i{};
+      const __m512i a = first.at ? load_pairs(first, d, size - d) : __m512i{};
+      const __m512i b = second.at ? load_pairs(second, d, size - d) : __m512i{};
       store(to + d, bit_cast<vf>(_mm512_permutex2var_epi16(a, low, b)));
       store(to + d + W, bit_cast<vf>(_mm512_permutex2var_epi16(a, high, b)));
     }
@@ -153,7 +145,7 @@ class TileLoader {
   }
 
   QS_INLINE vf load_key(int64_t offset, int64_t d) const {
-    return Access::load_key(reinterpret_cast<const KV*>(keys_ + offset) + d, head_size_ - d);
+    return Access::load_key({keys_ + offset}, d, head_size_ - d);
   }
 
   void load_values(const int64_t* offsets, Span local, TileBuffers& buffers) const {
@@ -166,8 +158,9 @@ class TileLoader {
         continue;
       }
       const bool has_first = local.begin <= j;
-      Access::store_values(has_first ? value_row(offsets[j]) : nullptr,
-                           has_first ? nullptr : value_row(offsets[j + 1]), value_size_, to);
+      const HeadRow<KV> none = {nullptr};
+      Access::store_values(has_first ? value_row(offsets[j]) : none,
+                           has_first ? none : value_row(offsets[j + 1]), value_size_, to);
     }
     if constexpr (Form::kOnTiles) clear_rest_of_steps(local, buffers.values);
   }
@@ -183,9 +176,7 @@ class TileLoader {
     memset(values + pairs.end * width, 0, (last - pairs.end) * width * sizeof(float));
   }
 
-  QS_INLINE const KV* value_row(int64_t offset) const {
-    return reinterpret_cast<const KV*>(values_ + offset);
-  }
+  QS_INLINE HeadRow<KV> value_row(int64_t offset) const { return {values_ + offset}; }
 
   const int32_t* block_table_;
   int64_t tail_begin_;

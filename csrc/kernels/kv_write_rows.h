@@ -1,4 +1,5 @@
-// New keys and values to their slots: copied, converted, or rounded to quants per token and head.
+// New keys and values to their slots: copied, converted, or rounded to quants per token and head,
+// or per 32 elements of it.
 #pragma once
 
 #include <type_traits>
@@ -47,6 +48,63 @@ QS_INLINE void write_head(const T* x, int64_t size, int8_t* to) {
     memcpy(to + d, &bytes, count);
   }
   memcpy(to + size, &scale, sizeof(scale));
+}
+
+// A group of quants4, `count` elements. `scale` and `least` are rounded first, so that quants are
+// the nearest ones of what is read. A group with NaN or infinity gets NaN as both.
+QS_INLINE void write_quants(float (&values)[kQuantGroup], int64_t count, uint8_t* to) {
+  for (int64_t i = count; i < kQuantGroup; ++i) values[i] = values[0];
+  vf lows = load(values), highs = lows;
+  vu magnitudes = {};
+  for (int64_t i = 0; i < kQuantGroup; i += W) {
+    const vf x = load(values + i);
+    lows = vmin(lows, x);
+    highs = vmax(highs, x);
+    const vu bits = bit_cast<vu>(x) & 0x7fffffffu;
+    magnitudes = bits > magnitudes ? bits : magnitudes;
+  }
+  float low = lows[0], high = highs[0];
+  uint32_t most_bits = 0;
+  for (int i = 0; i < W; ++i) {
+    low = lows[i] < low ? lows[i] : low;
+    high = highs[i] > high ? highs[i] : high;
+    most_bits = magnitudes[i] > most_bits ? magnitudes[i] : most_bits;
+  }
+  const auto near = [](float x) { return float_to_bf16_bits(set1(x))[0]; };
+  uint32_t least_bits = near(low + 0.0f);  // -0 becomes 0
+  const float least = bit_cast<float>(least_bits << 16);
+  // the difference of the parts, as that of the values may overflow
+  uint32_t scale_bits = near(high / 15.0f - least / 15.0f);
+  const float scale = bit_cast<float>(scale_bits << 16);
+  const bool finite = most_bits < 0x7f800000u && (least_bits & 0x7fffu) < 0x7f80u;
+  const bool used = finite && scale >= kLeast;
+  if (!used) scale_bits = finite ? 0 : 0x7fc0u;
+  if (!finite) least_bits = 0x7fc0u;
+  const uint32_t both = scale_bits | least_bits << 16;
+  memcpy(to, &both, sizeof(both));
+  const float inverse = used ? 1.0f / scale : 0.0f;
+  uint32_t quants[kQuantGroup];
+  for (int64_t i = 0; i < kQuantGroup; i += W) {
+    const vf scaled = (load(values + i) - least) * inverse;
+    const vf bounded = vmin(vmax(scaled, vf{}), set1(15.0f));
+    // adding 1.5 * 2^23 rounds to an integer, half to even
+    const vu found = used ? bit_cast<vu>(bounded + 0x1.8p23f) & 15u : vu{};
+    memcpy(quants + i, &found, sizeof(found));
+  }
+  for (int64_t i = 0; i < count / 2; ++i) {
+    to[kGroupScaleBytes + i] = static_cast<uint8_t>(quants[2 * i] | quants[2 * i + 1] << 4);
+  }
+}
+
+template <typename T>
+QS_INLINE void write_head(const T* x, int64_t size, quants4* to) {
+  uint8_t* group = &to->bits;
+  for (int64_t d = 0; d < size; d += kQuantGroup, group += kQuantGroupBytes) {
+    const int64_t count = min_of(kQuantGroup, size - d);
+    alignas(64) float values[kQuantGroup];
+    for (int64_t i = 0; i < count; i += W) store(values + i, load_up_to(x + d + i, count - i));
+    write_quants(values, count, group);
+  }
 }
 
 template <typename T, typename KV>

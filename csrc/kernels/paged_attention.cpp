@@ -358,7 +358,7 @@ void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t
   });
 }
 
-// Pairs where queries and keys are bfloat16, or quants, without conversion.
+// Pairs where queries are bfloat16, and keys are it, or quants.
 template <typename T, typename KV>
 struct FormOf {
   using Type = TileForm<Floats, std::is_same_v<KV, int8_t>>;
@@ -371,6 +371,10 @@ struct FormOf<bf16, bf16> {
 template <>
 struct FormOf<bf16, int8_t> {
   using Type = TileForm<Pairs, true>;
+};
+template <>
+struct FormOf<bf16, quants4> {
+  using Type = TileForm<Pairs, false>;
 };
 #endif
 

@@ -166,7 +166,13 @@ QS_INLINE vu float_to_bf16_bits(vf x) {
   return ((bits & 0x7fffffffu) > 0x7f800000u) ? quiet_nan : rounded;
 }
 
+// By instructions where compilers convert in halves (GCC 12), or lane by lane (`load` of int8).
 QS_INLINE vu load_u16(const void* p) {
+#if defined(__AVX512F__)
+  return bit_cast<vu>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
+#elif defined(__AVX2__)
+  return bit_cast<vu>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+#endif
   vh h;
   memcpy(&h, p, sizeof(h));
   return __builtin_convertvector(h, vu);
@@ -210,6 +216,13 @@ QS_INLINE void store(f16* p, vf v) {
 
 // Quants of quantised keys and values.
 QS_INLINE vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#endif
   vb quants;
   memcpy(&quants, p, sizeof(quants));
   return __builtin_convertvector(__builtin_convertvector(quants, vi), vf);
@@ -254,11 +267,18 @@ QS_INLINE void with_dtype(int dtype, const Fn& fn) {
   }
 }
 
+// Two quants of 4 bits (kv_rows.h).
+struct quants4 {
+  uint8_t bits;
+};
+
 // The same for what a KV cache may hold.
 template <typename Fn>
 QS_INLINE void with_kv_dtype(int dtype, const Fn& fn) {
   if (dtype == 3) {
     fn(int8_t{});
+  } else if (dtype == 4) {
+    fn(quants4{});
   } else {
     with_dtype(dtype, fn);
   }

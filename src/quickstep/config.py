@@ -32,7 +32,7 @@ DTYPES = MappingProxyType(
     }
 )
 KERNELS = ("auto", "reference", "native", "triton")
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "int4", "fp8")
 MAX_SPECULATIVE_TOKENS = 16
 MAX_WAITING_OF_SERVER = 16_384  # sequences, unless `--max-waiting` is given
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
@@ -119,8 +119,9 @@ class CacheConfig(msgspec.Struct, frozen=True):
     kv_dtype: Annotated[
         str,
         Option(
-            "dtype of keys and values; int8 has a scale per token and head, fp8 (e4m3) none; auto "
-            "is the dtype of the weights",
+            "dtype of keys and values; int8 has a scale per token and head, int4 one and a minimum "
+            "for each 32 elements, on CPUs only, fp8 (e4m3) none; auto is the dtype of the "
+            "weights",
             flag="--kv-cache-dtype",
             choices=KV_DTYPES,
         ),

@@ -169,7 +169,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_
     assert_same_steps(load(tmp_path, case.max_model_len, dtype), case)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float32", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "float32", "float16"])
 @pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2", "granite-swa"])
 def test_captured_steps_over_another_kv_dtype_have_the_bits_of_eager_ones(
     name: str, kv_dtype: str, tmp_path: Path

@@ -73,6 +73,7 @@ def outputs(folder: Path, split: dict[str, int], **options: Any) -> list[Any]:
         pytest.param({"enable_lora": True, "lora_dtype": "int8"}, id="int8 adapters"),
         pytest.param({"enable_lora": True, "enforce_eager": True}, id="op by op"),
         pytest.param({"kv_cache_dtype": "int8", "num_blocks": 40}, id="int8 keys, preempted"),
+        pytest.param({"kv_cache_dtype": "int4"}, id="int4 keys"),
         pytest.param(
             {
                 "quantization": "int8",

@@ -359,7 +359,9 @@ def _write_kv(
         return _exactly(_e4m3(k), _e4m3(v))
     if k_cache.shape[-1] == k.shape[-1]:
         return _exactly(k, v)
-    return _exactly(_codes(k), _codes(v))
+    if k_cache.shape[-1] == k.shape[-1] + 4:
+        return _exactly(_codes(k), _codes(v))
+    return _exactly(_int4_bytes(k), _int4_bytes(v))
 
 
 def _codes(heads: Tensor) -> Tensor:
@@ -371,6 +373,32 @@ def _codes(heads: Tensor) -> Tensor:
     scales = np.ascontiguousarray(most / np.float32(127)).view(np.int8)
     found = torch.from_numpy(np.concatenate((quants, scales), -1))
     return found.to(heads.device, torch.float64)
+
+
+def _int4_bytes(heads: Tensor) -> Tensor:
+    """The bytes of int4 heads [..., W], as numbers; computed in numpy's float32."""
+
+    def bits(value: np.ndarray) -> np.ndarray:
+        """Rounded to bfloat16, half to even."""
+        wide = value.view(np.uint32)
+        return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+
+    def wide(value: np.ndarray) -> np.ndarray:
+        return (value.astype(np.uint32) << 16).view(np.float32)
+
+    parts = []
+    values = heads.cpu().numpy().astype(np.float32)
+    for begin in range(0, values.shape[-1], 32):
+        group = values[..., begin : begin + 32]
+        least = bits(group.min(-1, keepdims=True))
+        step = group.max(-1, keepdims=True) / np.float32(15) - wide(least) / np.float32(15)
+        scale = bits(np.where(step < 1e-30, np.float32(0), step))
+        inverse = np.divide(1, wide(scale), out=np.zeros_like(step), where=scale > 0)
+        quants = np.rint(np.clip((group - wide(least)) * inverse, 0, 15)).astype(np.uint8)
+        packed = quants[..., 0::2] | quants[..., 1::2] << 4
+        pair = np.concatenate((scale, least), -1).view(np.uint8)
+        parts.append(np.concatenate((pair, packed), -1))
+    return torch.from_numpy(np.concatenate(parts, -1)).to(heads.device, torch.float64)
 
 
 def _embedding(

@@ -106,7 +106,7 @@ def attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
     """All of them, for activations of a dtype; always the same values."""
     yield from _attention_over(dtype, dtype, None)
     yield from _attention_over(dtype, torch.int8, _CODES)
-    for kv_dtype in (*DTYPES, torch.float8_e4m3fn):
+    for kv_dtype in (*DTYPES, torch.uint8, torch.float8_e4m3fn):
         if kv_dtype != dtype:
             yield from _attention_over(dtype, kv_dtype, _OTHER_KV)
 
@@ -122,7 +122,7 @@ _LATENTS: tuple[tuple[str, Rows, tuple[int, int, int], int], ...] = (
 
 def latent_attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
     """Values that are the beginning of keys, for activations of a dtype."""
-    for kv_dtype in dict.fromkeys((dtype, torch.int8, *DTYPES)):
+    for kv_dtype in dict.fromkeys((dtype, torch.int8, torch.uint8, *DTYPES)):
         for title, rows, (num_heads, size, value_size), block_size in _LATENTS:
             if kv_dtype != dtype and title == "many-heads":
                 continue

@@ -48,7 +48,7 @@ from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 __all__ = ["CPU_OPS", "DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 
-KV_DTYPES = (*DTYPES, torch.int8, torch.float8_e4m3fn)
+KV_DTYPES = (*DTYPES, torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 class Case(msgspec.Struct, frozen=True):

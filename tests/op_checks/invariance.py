@@ -19,7 +19,7 @@ from torch import Tensor
 from op_checks.cases import AttentionCase, Case, bind
 from op_checks.placement import moved
 from quickstep.ops.table import OpTable
-from quickstep.ops.tensors import head_size_of, quantize_heads
+from quickstep.ops.tensors import head_size_of, store_heads
 
 __all__ = [
     "arrangements",
@@ -286,6 +286,5 @@ def with_tails(case: AttentionCase) -> AttentionCase:
 
 def _nan_like(cache: Tensor) -> Tensor:
     """A cache of that shape and dtype in which every head is NaN."""
-    if cache.dtype != torch.int8:
-        return torch.full_like(cache, torch.nan)
-    return quantize_heads(torch.full((*cache.shape[:3], head_size_of(cache)), torch.nan))
+    heads = torch.full((*cache.shape[:3], head_size_of(cache)), torch.nan)
+    return store_heads(heads, cache.dtype)

@@ -46,16 +46,19 @@ keys        relative error of attention's output when a few key channels have a 
 
 The default text is standard-library modules that the bundled model was not trained on."""
 
-# Each KV format with float32 weights, and int8 KV with each kind of weights. All other rows keep KV
-# in the dtype of the weights.
+# Each KV format with float32 weights, int8 KV with each kind of weights, and int4 KV with quantized
+# ones. All other rows keep KV in the dtype of the weights.
 _KV_PAIRS = (
     FormatPair("fp32", "bf16"),
     FormatPair("fp32", "fp16"),
     FormatPair("fp32", "int8"),
+    FormatPair("fp32", "int4"),
     FormatPair("fp32", "fp8"),
     FormatPair("bf16", "int8"),
     FormatPair("int8", "int8"),
     FormatPair("int4", "int8"),
+    FormatPair("int8", "int4"),
+    FormatPair("int4", "int4"),
 )
 _BLOCK_BITS = (("Q8_0 (llama.cpp)", 8), ("Q4_0 (llama.cpp)", 4))
 

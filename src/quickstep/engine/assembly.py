@@ -437,7 +437,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
         open_weights,
         some_tensors,
     )
-    from quickstep.model.loader import check_requantization, reason_for_torch
+    from quickstep.model.loader import check_kv_dtype, check_requantization, reason_for_torch
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
@@ -448,6 +448,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
     spec = read_spec(checkpoint.path)
     spec = with_context(spec, config.max_model_len, config.allow_long_context)
     device = choose_device(config.load.device)
+    check_kv_dtype(config.cache.kv_dtype, device)
     use_device(device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")

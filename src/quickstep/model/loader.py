@@ -293,6 +293,15 @@ def reason_for_torch(ops: OpTable, load: LoadConfig, kv_dtype: str = "auto") -> 
     return ""
 
 
+def check_kv_dtype(kv_dtype: str, device: Device) -> None:
+    """Refuse what the device has no kernels for. ConfigError."""
+    if kv_dtype == "int4" and device != CPU:
+        raise ConfigError(
+            f"--kv-cache-dtype int4 has kernels for CPUs only, the device is {device.type}; use "
+            "int8 or fp8"
+        )
+
+
 def check_requantization(weights: CheckpointWeights, quantization: str | None) -> None:
     """Refuse `--quantization` for weights in quantized values: rounding twice would only lose.
     ConfigError.

@@ -36,7 +36,7 @@ _OUTER = ("embed_tokens.weight", "head")
 _KV_DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 )
-_SCALE_BYTES = 4  # `ops.tensors.SCALE_BYTES`; a plan needs no NumPy
+_SCALE_BYTES, _INT4_GROUP = 4, 32  # as in `ops.tensors`; a plan needs no NumPy
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 
@@ -211,9 +211,11 @@ def _tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def kv_head_bytes(head_size: int, dtype_bytes: int, kv_dtype: str = "auto") -> int:
-    """Bytes of one token's key in one kv head, the scale of an int8 one included."""
+    """Bytes of one token's key in one kv head, the scales of quantized ones included."""
     if kv_dtype == "int8":
         return head_size + _SCALE_BYTES
+    if kv_dtype == "int4":
+        return -(-head_size // 2) + _SCALE_BYTES * -(-head_size // _INT4_GROUP)
     return head_size * _KV_DTYPE_BYTES.get(kv_dtype, dtype_bytes)
 
 

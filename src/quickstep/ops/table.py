@@ -636,7 +636,8 @@ class RotaryOp(Protocol):
 
 class WriteKVOp(Protocol):
     """k, v [T, K, D] to the slots [T] of the caches, in place; rounded to the caches' dtype, int8
-    per token and head, fp8 at most 448. v and its cache are None where values are in the keys.
+    per token and head, int4 per 32 elements of them, fp8 at most 448. v and its cache are None
+    where values are in the keys.
     """
 
     def __call__(

@@ -9,7 +9,9 @@ place of a `torch.dtype`; its text is torch's, because fingerprints contain it.
 The last part is the layout of a KV cache, [B, S, K, W]. In a float dtype W is the head size D. In
 int8 it is D + 4: D quantized values, then the four bytes of their float32 scale, one for each token
 and head. So a block is copied as one piece, and a masked slot's scale is masked with it. In fp8
-(e4m3) it is D: the values themselves, without a scale.
+(e4m3) it is D: the values themselves, without a scale. In int4, whose type is uint8, each 32
+elements are a group of 20 bytes: scale and minimum in bfloat16, then 16 bytes of two quantized
+values each, the first in the low half. The last group has as many bytes as it needs; D is even.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +53,14 @@ FLOAT8 = DType("float8_e4m3fn", 1, "uint8")
 
 _ALL = (FLOAT32, BFLOAT16, FLOAT16, FLOAT8, INT8, UINT8, INT32, INT64)
 _BY_TEXT = {str(dtype): dtype for dtype in _ALL}
+_KV_NAMES = {"fp8": FLOAT8, "int4": UINT8}
 
 
 def find_dtype(name: str) -> DType:
-    """The type with this name, such as `bfloat16`; `fp8` is e4m3. Raises KeyError."""
-    return FLOAT8 if name == "fp8" else _BY_TEXT[f"torch.{name}"]
+    """The type with this name, such as `bfloat16`; `fp8` is e4m3, `int4` the type of bytes with two
+    quantized values each. Raises KeyError.
+    """
+    return _KV_NAMES.get(name) or _BY_TEXT[f"torch.{name}"]
 
 
 def host_dtype(dtype: DType | torch.dtype) -> DType | None:
@@ -294,19 +301,36 @@ def negative_exponential(x: AnyTensor) -> AnyTensor:
     return result if isinstance(x, HostTensor) else result.to_torch().to(x.device)
 
 
-SCALE_BYTES = 4
+SCALE_BYTES = 4  # of an int8 head: a float32; of a group of int4: two bfloat16
+INT4_GROUP = 32  # elements with a scale and a minimum
+_NAN_BITS = 0x7FC0  # of bfloat16
 _LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is stored as zero
 
 
 def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
     """W, the number of elements of a head of D in a cache of this dtype."""
+    if is_int4(dtype):
+        if head_size % 2:
+            raise ConfigError(
+                f"--kv-cache-dtype int4 holds heads of an even size, this model's have {head_size} "
+                "elements; use int8"
+            )
+        return head_size // 2 + SCALE_BYTES * -(-head_size // INT4_GROUP)
     return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
 
 
 def head_size_of(cache: AnyTensor) -> int:
     """D of a cache [B, S, K, W]."""
     width: int = cache.shape[-1]
+    if is_int4(cache.dtype):
+        num_groups, rest = divmod(width, SCALE_BYTES + INT4_GROUP // 2)
+        return num_groups * INT4_GROUP + (2 * (rest - SCALE_BYTES) if rest else 0)
     return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width
+
+
+def is_int4(dtype: DType | torch.dtype) -> bool:
+    """Whether a cache of this dtype holds two quantized values in a byte."""
+    return host_dtype(dtype) == UINT8
 
 
 FLOAT8_MAX = 448.0  # of e4m3
@@ -334,6 +358,8 @@ def store_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     if dtype == torch.int8:
         return quantize_heads(x)
+    if dtype == torch.uint8:
+        return quantize_int4(x)
     return to_float8(x) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
@@ -353,10 +379,58 @@ def quantize_heads(x: Tensor) -> Tensor:
     return torch.cat((quants.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
 
 
+def quantize_int4(x: Tensor) -> Tensor:
+    """[..., D] -> [..., W] uint8: for each 32 elements minimum and (maximum - minimum) / 15 in
+    bfloat16, and (x - minimum) / scale rounded half to even, from 0 to 15, in float32. A group with
+    NaN or infinity gets NaN as both.
+    """
+    import torch
+
+    parts = [_int4_group(group) for group in torch.split(x.float(), INT4_GROUP, -1)]
+    return torch.cat(parts, -1)
+
+
+def _int4_group(x: Tensor) -> Tensor:
+    """[..., up to 32] float32 -> its bytes."""
+    import torch
+
+    def near(value: Tensor) -> Tensor:
+        return value.bfloat16().float()
+
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    steps, one = torch.full_like(low, 15.0), torch.ones_like(low)
+    least = near(low + 0.0)  # -0 becomes 0
+    # the difference of the parts, as that of the values may overflow
+    scale = near(torch.div(high, steps) - torch.div(least, steps))
+    is_finite = x.isfinite().all(-1, keepdim=True) & least.isfinite()
+    is_used = is_finite & (scale >= _LEAST)
+    quants = ((x - least) * torch.div(one, scale)).clamp(0.0, 15.0).round()
+    quants = quants.masked_fill(~is_used, 0.0).to(torch.uint8)
+    pair = torch.cat((scale.masked_fill(~is_used, 0.0), least), -1).bfloat16()
+    bits = pair.view(torch.int16).masked_fill(~is_finite, _NAN_BITS).view(torch.uint8)
+    return torch.cat((bits, quants[..., 0::2] | quants[..., 1::2] << 4), -1)
+
+
+def _read_int4(rows: Tensor) -> Tensor:
+    import torch
+
+    parts = []
+    for group in torch.split(rows, SCALE_BYTES + INT4_GROUP // 2, -1):
+        pair = group[..., :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
+        scale, least = torch.split(pair.view(torch.bfloat16).float(), 1, -1)
+        packed = group[..., SCALE_BYTES:]
+        quants = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        # each operation rounds, as in the kernels; the value is one of bfloat16
+        parts.append((quants.float() * scale + least).bfloat16())
+    return torch.cat(parts, -1).double()
+
+
 def read_heads(rows: Tensor) -> Tensor:
     """[..., W] of a cache -> [..., D] in float64, exactly."""
     import torch
 
+    if rows.dtype == torch.uint8:
+        return _read_int4(rows)
     if rows.dtype != torch.int8:
         return rows.double()
     scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ def test_a_weight_format_by_itself_means_every_kv_format_and_duplicates_are_drop
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("int3", "weights"), ("int8/int4", "KV"), ("", "weights"), ("all,", "all")]
+    ("text", "named"), [("int3", "weights"), ("int8/int3", "KV"), ("", "weights"), ("all,", "all")]
 )
 def test_an_unknown_format_is_named(text: str, named: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=named):

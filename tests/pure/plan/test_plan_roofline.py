@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quickstep.cli.main import main
 from quickstep.core.cost_model import StepLoad
 from quickstep.model.sizing import ElementBytes
 from quickstep.plan.formulas import Split
@@ -74,6 +75,15 @@ def test_quantized_weights_are_read_faster() -> None:
     assert costs[0] > 1.8 * costs[1] > 3.0 * costs[2]
     int8_kv = model(elements=ElementBytes(2, 8, None, "int8"))
     assert int8_kv.parts(load).kv_read_s < 0.6 * model().parts(load).kv_read_s
+    int4_kv = model(elements=ElementBytes(2, 8, None, "int4"))
+    assert int4_kv.parts(load).kv_read_s == pytest.approx(model().parts(load).kv_read_s * 5 / 16)
+
+
+def test_int4_keys_are_planned_for_cpus_only(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("plan", "llama-3.2-1b", "--kv-cache-dtype", "int4", "--rate", "0.1", "--json")
+    assert main((*flags, "--hardware", "h100")) == 2
+    assert "int4 has kernels for CPUs only, NVIDIA H100" in capsys.readouterr().err
+    assert main((*flags, "--hardware", "xeon-8480", "--input", "100", "--output", "10")) == 0
 
 
 def test_a_mixture_reads_more_experts_with_more_tokens() -> None:

@@ -345,7 +345,7 @@ _MEMORY = (
     _row(
         "--calculate-kv-scales --kv-sharing-fast-prefill",
         _VLLM,
-        why="--kv-cache-dtype int8 has a scale per token and head, fp8 none",
+        why="--kv-cache-dtype int8 and int4 have scales per token and head, fp8 none",
     ),
     _row("--disable-sliding-window", _VLLM, why="windows are the model's own"),
     _row("--swa-full", _LLAMA, why="drop it; prefixes are cached with windows too"),

@@ -252,7 +252,14 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     if parse_hardware(args.hardware)[0] == THIS:
         device = measured_device(*_measured())
         table = replace(table, devices=table.devices | {THIS: device})
-    return find_hardware(args.hardware, table, args.link, args.price)
+    hardware = find_hardware(args.hardware, table, args.link, args.price)
+    device = table.devices[parse_hardware(args.hardware)[0]]
+    if args.kv_cache_dtype == "int4" and device.achieved == "gpu":
+        raise ConfigError(
+            f"--kv-cache-dtype int4 has kernels for CPUs only, {device.label} is a GPU; use int8 "
+            "or fp8"
+        )
+    return hardware
 
 
 class MeasuredSteps(msgspec.Struct, frozen=True):

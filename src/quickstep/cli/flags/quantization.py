@@ -41,6 +41,7 @@ KV_FORMATS: Mapping[str, str] = MappingProxyType(
         "bf16": "bfloat16",
         "fp16": "float16",
         "int8": "int8",
+        "int4": "int4",
         "fp8": "fp8",
     }
 )

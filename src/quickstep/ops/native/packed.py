@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 # qs_dtype of csrc/quickstep.h, by the type's text
 _KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
 
-# what a KV cache may hold: qs_kv_dtype adds int8
-_KV_DTYPES = {**_KERNEL_DTYPES, str(INT8): 3}
+# what a KV cache may hold: qs_kv_dtype adds int8, and int4 in bytes
+_KV_DTYPES = {**_KERNEL_DTYPES, str(INT8): 3, str(UINT8): 4}
 
 
 def kernel_dtype(dtype: DType | torch.dtype) -> int | None:

@@ -49,7 +49,7 @@ from quickstep.ops.reference.paged_attention import paged_attention as _referenc
 from quickstep.ops.table import AttentionParams, AttentionWork, PagedLayout, RowLengths
 from quickstep.ops.tensors import AnyTensor, bytes_of_float8, head_size_of, to_torch
 from quickstep.ops.triton.rounding import INTERPRETED, float8_value, rounded
-from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of
+from quickstep.ops.triton.write_kv import has_kernels, scales_of
 
 # keys, a multiple of every tile: one decode row of 8,192 keys has 16 items per head
 _SPLIT = 512
@@ -885,7 +885,7 @@ def plan_attention(
 ) -> PagedLayout:
     """`OpTable.plan_attention`."""
     stored = bytes_of_float8(to_torch(keys))
-    if layout.positions.shape[0] == 0 or not has_aligned_scales(stored):
+    if layout.positions.shape[0] == 0 or not has_kernels(keys):
         return layout
     return _with_work(layout, _launch_of(layout, dtype, num_heads, stored))
 
@@ -949,11 +949,11 @@ def paged_attention(
         q = q.contiguous()
     num_tokens, num_heads, head_size = q.shape
     keys, values = (bytes_of_float8(to_torch(cache)) for cache in (k_cache, v_cache))
-    assert keys.is_contiguous() and values.is_contiguous() and head_size_of(keys) == head_size
+    assert keys.is_contiguous() and values.is_contiguous() and head_size_of(k_cache) == head_size
     assert params.scale > 0  # the largest product has the largest score
     if num_tokens == 0:
         return torch.empty_like(q)
-    if params.chunk is not None or not has_aligned_scales(keys):
+    if params.chunk is not None or not has_kernels(k_cache):
         return _reference_attention(q, k_cache, v_cache, layout, params, sinks)
     launch = _launch_of(layout, q.dtype, num_heads, keys)
     lengths = layout.lengths

@@ -14,7 +14,7 @@ from torch import Tensor
 from quickstep.ops.reference.paged_attention import write_kv as _reference_write
 from quickstep.ops.tensors import AnyTensor, bytes_of_float8, to_torch
 from quickstep.ops.triton.rounding import rounded
-from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of, store_head
+from quickstep.ops.triton.write_kv import has_kernels, scales_of, store_head
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def rotary_write_kv(
     """Q [T, H, D], k and v [T, K, D], cos and sin [T, D_rot / 2] -> rotated q [T, H, D]."""
     keys, values = (bytes_of_float8(to_torch(cache)) for cache in (k_cache, v_cache))
     assert keys.is_contiguous() and values.is_contiguous() and q.dtype == k.dtype == v.dtype
-    if not has_aligned_scales(keys):
+    if not has_kernels(k_cache):
         rotated = rotary(k, cos, sin, interleaved)
         _reference_write(rotated, v, k_cache, v_cache, slot_mapping)
         return rotary(q, cos, sin, interleaved)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.ops.reference.paged_attention import write_kv as _reference_write
-from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, bytes_of_float8, to_torch
+from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, bytes_of_float8, is_int4, to_torch
 from quickstep.ops.triton.rounding import (
     float8_bits,
     rounded,
@@ -79,10 +79,13 @@ def _write_kv_kernel(
     store_head(value, values, value_scales, offset, channels, mask, width, INT8)
 
 
-def has_aligned_scales(cache: Tensor) -> bool:
-    """Whether the kernels can write it: int8 heads whose width is no multiple of 4 have scales that
-    are not aligned.
+def has_kernels(cache: AnyTensor) -> bool:
+    """Whether the kernels can write and read it: not int4, nor int8 heads whose width is no
+    multiple of 4, whose scales are not aligned.
     """
+    cache = to_torch(cache)
+    if is_int4(cache.dtype):
+        return False
     return cache.dtype != torch.int8 or cache.shape[3] % SCALE_BYTES == 0
 
 
@@ -98,7 +101,7 @@ def write_kv(
     keys, values = (bytes_of_float8(to_torch(cache)) for cache in (k_cache, v_cache))
     assert keys.is_contiguous() and values.is_contiguous()
     is_int8 = keys.dtype == torch.int8
-    if not has_aligned_scales(keys):
+    if not has_kernels(k_cache):
         return _reference_write(k, v, k_cache, v_cache, slot_mapping)
     if k.numel() == 0:
         return None

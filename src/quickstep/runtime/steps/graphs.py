@@ -36,7 +36,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_weights import MoEWeights
 from quickstep.model.interface import ForwardBatch
 from quickstep.ops.table import AdapterTable, KVCache, LoRAAdapter, PagedLayout, RowLengths
-from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, integers_on, torch_device
+from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, integers_on, is_int4, torch_device
 from quickstep.ops.triton.sampling.argmax import argmax_
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.eager import EagerSteps, pack_rows, with_torch_kv
@@ -573,6 +573,8 @@ def can_record(model: object, kv: KVCache) -> bool:
     if any([model.ops.experts is None or mixture.experts.data is None for mixture in mixtures]):
         return False
     keys = with_torch_kv(kv).keys[0]
+    if is_int4(keys.dtype):
+        return False
     return keys.dtype != torch.int8 or keys.shape[3] % SCALE_BYTES == 0
 
 
