@@ -83,7 +83,8 @@ _TEXT = (
 _SPEED = """
 import json, sys, time
 from quickstep import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_model_len=1024, enable_prefix_caching=False, speculative_config={"method": "off"})
+drafts = {"method": "off"}
+llm = LLM(sys.argv[1], max_model_len=1024, enable_prefix_caching=False, speculative_config=drafts)
 for line in sys.stdin:
     request = json.loads(line)
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
