@@ -9,7 +9,9 @@ outputs differ.
     --quantization int8 int4 --repeats 5
 
 With `--peer llama.cpp`, for GGUF files: the seconds from the start of a process to its first token,
-in turns with llama.cpp, as `benchmarks.real` sets it up. Quickstep's include tokenizing.
+in turns with llama.cpp, as `benchmarks.real` sets it up. Quickstep's include tokenizing. A
+second table has the milliseconds to the first token of 512, and of a step of 1 and of 8 sequences,
+in turns too, without drafts and cached prefixes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 import msgspec
 
@@ -72,6 +75,29 @@ llm.generate(sys.argv[2], SamplingParams(max_tokens=1, temperature=0.0), use_tqd
 print("done", flush=True)
 """
 _PROMPT = "The capital of France is"
+_TEXT = (
+    "A server takes requests of many users, and answers each of them as if it were the only one. "
+)
+
+
+_SPEED = """
+import json, sys, time
+from quickstep import LLM, SamplingParams
+drafts = {"method": "off"}
+llm = LLM(sys.argv[1], max_model_len=1024, enable_prefix_caching=False, speculative_config=drafts)
+for line in sys.stdin:
+    request = json.loads(line)
+    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    seconds = []
+    for num_tokens in (1, 1 + request["num_tokens"]):
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        began = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+    print(json.dumps([seconds[0], seconds[1] - seconds[0]]), flush=True)
+"""
+_NUM_STEPS = 32
+_MANY = 8  # sequences at once
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -95,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print(describe_machine())
     if args.peer is not None:
-        _compare_with_llama_cpp(args.models, args.repeats, prepare("llama_cpp", args.cache))
+        environment = prepare("llama_cpp", args.cache)
+        _compare_with_llama_cpp(args.models, args.repeats, environment)
+        _compare_speed_with_llama_cpp(args.models, args.repeats, environment)
         return 0
     print(f"medians of {args.repeats} starts in turn (least to most)")
     print("| model | start | loaded, s | first token, s | ms per token | memory of no file, MB |")
@@ -149,6 +177,64 @@ def _compare_with_llama_cpp(models: Sequence[str], repeats: int, environment: En
                     llama_cpp.greedy(prompt, 1)
                     found[2].append(time.perf_counter() - began)
         print(f"| {file.name} | {' | '.join(map(_range, found))} |", flush=True)
+
+
+def _compare_speed_with_llama_cpp(
+    models: Sequence[str], repeats: int, environment: Environment
+) -> None:
+    print(f"medians of {repeats} runs in turn (least to most), milliseconds")
+    print("| model | engine | first token of 512 | a step of 1 | a step of 8 |")
+    print("|---|---|--:|--:|--:|")
+    for model in models:
+        file = find_checkpoint(LoadConfig(model=model)).path
+        tokenizer = Tokenizer.open(file)
+        text = tokenizer.encode(_TEXT * 40)
+        short = [text[start : start + 16] for start in range(_MANY)]
+        runs = (([text[:512]], 0), (short[:1], _NUM_STEPS), (short, _NUM_STEPS))
+        found: dict[str, list[list[float]]] = {"Quickstep": [], "llama.cpp": []}
+        with (
+            _Speed(file) as quickstep,
+            LlamaCpp(environment, file, os.cpu_count() or 1, _MANY) as llama_cpp,
+        ):
+            for _ in range(1 + repeats):
+                for name, engine in (("Quickstep", quickstep), ("llama.cpp", llama_cpp)):
+                    seconds = [engine.seconds(prompts, num_tokens) for prompts, num_tokens in runs]
+                    (first, _), (_, alone), (_, many) = seconds
+                    milliseconds = [first, alone / _NUM_STEPS, many / _NUM_STEPS]
+                    found[name].append([1e3 * value for value in milliseconds])
+        for name, rows in found.items():
+            columns = map(_range, zip(*rows[1:], strict=True))  # the first run is for warming up
+            print(f"| {file.name} | {name} | {' | '.join(columns)} |", flush=True)
+
+
+class _Speed:
+    """Quickstep on a file, in a process of its own, as `LlamaCpp`."""
+
+    def __init__(self, file: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SPEED, str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, float]:
+        """`LlamaCpp.seconds`."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        request = {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens}
+        print(json.dumps(request), file=stdin, flush=True)
+        first_s, steps_s = json.loads(stdout.readline())
+        return first_s, steps_s
 
 
 def _first_token_s(command: Sequence[str], cache: str) -> float:

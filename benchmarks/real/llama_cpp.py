@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ _CHILD = Path(__file__).with_name("llama_cpp_child.py")
 class LlamaCpp:
     """One model in llama.cpp. A context manager; requests run one at a time."""
 
-    def __init__(self, environment: Environment, file: Path, num_threads: int) -> None:
+    def __init__(
+        self, environment: Environment, file: Path, num_threads: int, num_sequences: int = 1
+    ) -> None:
         libraries = environment.directory / "build" / "bin"
         command = [str(environment.python), str(_CHILD), str(environment.llama_cpp_bindings)]
         self._folder = tempfile.TemporaryDirectory(prefix="quickstep-logits-")
         self._process = subprocess.Popen(
-            [*command, str(file), str(num_threads)],
+            [*command, str(file), str(num_threads), str(num_sequences)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,14 +65,21 @@ class LlamaCpp:
         ]
         return token_ids
 
-    def _answer(self, request: dict[str, object]) -> dict[str, int | list[int]]:
+    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, float]:
+        """Until each prompt has a first token, and of the steps after that, of all at once."""
+        answer: dict[str, Any] = self._answer(
+            {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens}
+        )
+        return answer["first_s"], answer["steps_s"]
+
+    def _answer(self, request: dict[str, object]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         print(json.dumps(request), file=stdin, flush=True)
         line = stdout.readline()
         if not line:
             raise RuntimeError(f"llama.cpp ended with code {self._process.wait()}")
-        answer: dict[str, int | list[int]] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
 
