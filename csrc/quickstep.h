@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 22
+#define QS_ABI_VERSION 23
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
