@@ -140,6 +140,12 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
 ]  # fmt: skip
 
 
+def section_of(architecture: str) -> dict[str, object]:
+    """The keys of an architecture's own section in its twin."""
+    (section,) = [section for name, _, section, _ in TWINS if name == architecture]
+    return section
+
+
 @pytest.mark.parametrize(
     ("architecture", "case", "section", "paired"), TWINS, ids=lambda x: str(x)[:12]
 )
@@ -168,7 +174,7 @@ def test_experts_keep_the_types_of_their_tensor(tmp_path: Path) -> None:
 def test_layers_that_draft_are_not_used(tmp_path: Path) -> None:
     GLM.save(tmp_path)
     path = tmp_path / "mtp.gguf"
-    section = dict(TWINS[6][2]) | {".nextn_predict_layers": 1}
+    section = section_of("glm4moe") | {".nextn_predict_layers": 1}
     write_twin(tmp_path, path, "glm4moe", section, paired=False)
     spec = read_spec(path)
     assert spec.num_layers == 2
@@ -260,7 +266,7 @@ def test_a_layer_drafts_what_transformers_would(kind: Kind, tmp_path: Path) -> N
     layer = layers.write_with_layer(tmp_path, GLM)
     layers.change_config(tmp_path, {"num_hidden_layers": 4})
     path = tmp_path / "twin.gguf"
-    section = TWINS[6][2] | {".nextn_predict_layers": 1}
+    section = section_of("glm4moe") | {".nextn_predict_layers": 1}
     kinds = {"eh_proj": kind}
     write_twin(tmp_path, path, "glm4moe", section, paired=False, kinds=kinds)
     if kind is Kind.Q8_0:
