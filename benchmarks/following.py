@@ -5,8 +5,8 @@ One stream decodes a token a step, in turns without and with a client that reads
 the medians, and the ratio of the medians of the pairs. The exit code is 1 if the goal is missed:
 with the follower at least 0.99 of the steps per second.
 
-The client that follows is a process of a lower priority of the machine's, since it stands for
-another machine.
+The client that follows is a process of a lower priority of the machine's, as if it were another
+machine.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def _compare_speed_with_llama_cpp(
             for _ in range(1 + repeats):
                 for name, engine in (("Quickstep", quickstep), ("llama.cpp", llama_cpp)):
                     seconds = [engine.seconds(prompts, num_tokens) for prompts, num_tokens in runs]
-                    (first, _), (_, alone), (_, many) = seconds
-                    milliseconds = [first, alone / _NUM_STEPS, many / _NUM_STEPS]
+                    (first, _), (_, single), (_, many) = seconds
+                    milliseconds = [first, single / _NUM_STEPS, many / _NUM_STEPS]
                     found[name].append([1e3 * value for value in milliseconds])
         for name, rows in found.items():
             columns = map(_range, zip(*rows[1:], strict=True))  # the first run is for warming up

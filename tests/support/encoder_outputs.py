@@ -12,11 +12,11 @@ def answers(path: str, enforce_eager: bool = False) -> list[str]:
     """Embeddings, or the classes of a model with a head, and the fingerprint, as text."""
     with LLM(path, enforce_eager=enforce_eager, device="cpu", num_threads=1) as llm:
         if llm.engine.retrieval.labels:
-            found = [repr(one.outputs.probs) for one in llm.classify(_TEXTS, use_tqdm=False)]
+            found = [repr(answer.outputs.probs) for answer in llm.classify(_TEXTS, use_tqdm=False)]
         else:
             found = [
-                repr(tuple(one.outputs.embedding))
+                repr(tuple(answer.outputs.embedding))
                 for pooling in (Pooling.CLS, Pooling.MEAN)
-                for one in llm.embed(_TEXTS, use_tqdm=False, pooling=pooling)
+                for answer in llm.embed(_TEXTS, use_tqdm=False, pooling=pooling)
             ]
         return [*found, llm.engine.fingerprint]

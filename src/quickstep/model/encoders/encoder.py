@@ -173,11 +173,12 @@ class Encoder:
             tuple(self._compute.rows(part, at, part.dtype) for part in (rope.cos, rope.sin))
             for rope in self._ropes
         ]
+        texts = _Texts(offsets, turns)
         layers = zip(self._spec.layers, self._weights.layers, strict=True)
         if self._encoder.family == "modernbert":
-            return self._with_norms_before(x, list(layers), offsets, turns)
+            return self._with_norms_before(x, list(layers), texts)
         for layer, weights in layers:
-            x = self._layer(x, layer, weights, offsets, turns)
+            x = self._layer(x, layer, weights, texts)
         return x
 
     def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
@@ -218,13 +219,12 @@ class Encoder:
         x: AnyTensor,
         layer: LayerSpec,
         weights: EncoderLayer,
-        offsets: Sequence[int],
-        turns: Sequence[tuple[AnyTensor, ...]],
+        texts: _Texts,
     ) -> AnyTensor:
         """A layer of BERT, which has a norm after each part."""
         ops = self._compute
         assert weights.attention_norm is not None, "BERT has a norm after each part"
-        attended = ops.linear(self._attention(x, layer, weights, offsets, turns), weights.output)
+        attended = ops.linear(self._attention(x, layer, weights, texts), weights.output)
         x, _ = ops.add_norm(attended, x, weights.attention_norm)
         activated = ops.activation(ops.linear(x, weights.up), None, self._encoder.activation)
         return ops.add_norm(ops.linear(activated, weights.down), x, weights.mlp_norm)[0]
@@ -233,8 +233,7 @@ class Encoder:
         self,
         x: AnyTensor,
         layers: Sequence[tuple[LayerSpec, EncoderLayer]],
-        offsets: Sequence[int],
-        turns: Sequence[tuple[AnyTensor, ...]],
+        texts: _Texts,
     ) -> AnyTensor:
         """The layers of ModernBERT, which have norms before each part, and the final norm."""
         ops, final = self._compute, self._weights.final_norm
@@ -245,7 +244,7 @@ class Encoder:
         normed = x if first is None else ops.norm(x, first)
         for (layer, weights), norm in zip(layers, [*following, final], strict=True):
             assert norm is not None, "only the first layer has no norm"
-            attended = self._attention(normed, layer, weights, offsets, turns)
+            attended = self._attention(normed, layer, weights, texts)
             normed, x = ops.add_norm(ops.linear(attended, weights.output), x, weights.mlp_norm)
             up = ops.linear(normed, weights.up)
             gated = ops.activation(up[:, :width], up[:, width:], self._encoder.activation)
@@ -257,18 +256,26 @@ class Encoder:
         x: AnyTensor,
         layer: LayerSpec,
         weights: EncoderLayer,
-        offsets: Sequence[int],
-        turns: Sequence[tuple[AnyTensor, ...]],
+        texts: _Texts,
     ) -> AnyTensor:
         spec, num_tokens, num_heads = self._spec, x.shape[0], self._spec.num_heads
         qkv = self._compute.linear(x, weights.qkv)
         heads = qkv.view(num_tokens, 3 * num_heads, spec.head_size)
         q, k = heads[:, :num_heads], heads[:, num_heads : 2 * num_heads]
         if layer.rope is not None:
-            q, k = (self._compute.rotary(part, *turns[layer.rope]) for part in (q, k))
+            q, k = (self._compute.rotary(part, *texts.turns[layer.rope]) for part in (q, k))
         v = heads[:, 2 * num_heads :]
-        mixed = self._compute.attention(q, k, v, offsets, spec.attention_scale, layer.window)
+        mixed = self._compute.attention(q, k, v, texts.offsets, spec.attention_scale, layer.window)
         return mixed.view(num_tokens, num_heads * spec.head_size)
+
+
+class _Texts(msgspec.Struct, frozen=True):
+    """Where each text of a step begins and the last one ends, and the rows [T, D / 2] of cosine and
+    sine of each table of rotary positions.
+    """
+
+    offsets: Sequence[int]
+    turns: Sequence[tuple[AnyTensor, ...]]
 
 
 class _Ops:
