@@ -25,8 +25,6 @@ from quickstep.types import (
     StepResult,
 )
 
-_NO_LOAD = StepLoad()
-
 
 class GroupedScheduler(Scheduler):
     """A scheduler whose driver may have decode rows grouped, by `group_decodes`."""
@@ -181,12 +179,10 @@ class GroupedScheduler(Scheduler):
             self._group.leave(sequence)
         super()._leave_batch(sequence)
 
-    def _charge(
-        self, step: InFlightStep, result: StepResult, unlisted: StepLoad = _NO_LOAD
-    ) -> StepCharges:
+    def _unlisted_load(self, step: InFlightStep) -> StepLoad:
         if self._group is not None and step.plan.num_grouped_rows:
-            unlisted = self._group.load
-        return super()._charge(step, result, unlisted)
+            return self._group.load
+        return super()._unlisted_load(step)
 
     def _receive_rows(
         self, step: InFlightStep, result: StepResult, charges: StepCharges, now: float
