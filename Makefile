@@ -29,7 +29,9 @@ DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
 
-.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
+CHECKS := counts check-types check-rules check-references check-style
+
+.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check $(CHECKS) counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -183,16 +185,25 @@ verify: $(READY)
 verify-long: $(READY)
 	$(BIN)/python tools/verify_long.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+# Two at once, since each takes one core; what one prints stays together.
 check: $(READY)
+	@$(MAKE) --no-print-directory --output-sync=target -j2 $(CHECKS)
+
+check-types:
+	$(BIN)/mypy
+
+check-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+check-rules:
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
-	$(BIN)/python tools/count_calls.py
+
+check-references:
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
