@@ -179,10 +179,9 @@ class GroupedScheduler(Scheduler):
             self._group.leave(sequence)
         super()._leave_batch(sequence)
 
-    def _unlisted_load(self, step: InFlightStep) -> StepLoad:
-        if self._group is not None and step.plan.num_grouped_rows:
-            return self._group.load
-        return super()._unlisted_load(step)
+    def _unlisted_load(self) -> StepLoad:
+        assert self._group is not None
+        return self._group.load
 
     def _receive_rows(
         self, step: InFlightStep, result: StepResult, charges: StepCharges, now: float
