@@ -31,7 +31,7 @@ PAGE := .venv-page
 
 CHECKS := counts check-types check-rules check-references check-style
 
-.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check $(CHECKS) counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo try-smollm2 test real docs docs-test page sbom audit deploy-check manifests clients check $(CHECKS) counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -39,6 +39,8 @@ help:
 	@echo "make docs         a searchable site of all pages in build/docs/html"
 	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
 	@echo "make deploy-check check the chart and the manifests in deploy/; make manifests writes them"
+	@echo "make sbom         what the container installs, as CycloneDX in build/sbom.json"
+	@echo "make audit        ask PyPI for advisories about what the container installs"
 	@echo "make check        linter, types, layers, names, docs, API reference"
 	@echo "make counts       compare calls and instructions of a step with tools/count_bounds.json"
 	@echo "make format       format the code and fix what the linter can"
@@ -139,6 +141,16 @@ docs-test: $(READY)
 
 # The chart and the manifests in deploy/, with Helm's library and Kubernetes' schemas; `make manifests`
 # writes the manifests from the chart.
+# What the container installs, as CycloneDX.
+sbom: $(DEPLOY)/.ready
+	@mkdir -p build
+	$(DEPLOY)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application -o build/sbom.json \
+		deploy/container-requirements.txt
+
+# Asks PyPI, over the network, for advisories about it; a package that it does not know is a failure.
+audit: $(DEPLOY)/.ready
+	$(DEPLOY)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/container-requirements.txt
+
 deploy-check manifests: $(DEPLOY)/.ready
 	$(DEPLOY)/bin/python tools/check_deploy.py $(if $(filter manifests,$@),--write)
 
