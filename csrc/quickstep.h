@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 23
+#define QS_ABI_VERSION 24
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -222,7 +222,8 @@ typedef struct qs_packed_form {
   int64_t group_size;  // of quants; k for one scale per output
   int16_t has_bias;
   int16_t has_zeros, half_scales, has_sub_scales;  // of quants
-  int32_t has_minimums;                            // in place of zeros
+  int16_t has_minimums;                            // in place of zeros
+  int16_t has_super_scales;  // of 256 inputs in f16, those of groups are bytes
 } qs_packed_form;
 #define QS_PACKED_PARTS 4
 typedef struct qs_packed_parts {

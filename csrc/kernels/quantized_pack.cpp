@@ -17,7 +17,7 @@ QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
     within %= kPieceInputs;
   }
   const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
-  return group * packed.group_bytes + pieces + step * kStepBytes + within % kStepInputs;
+  return packed.group_offset(group) + pieces + step * kStepBytes + within % kStepInputs;
 }
 
 QS_INLINE uint8_t* panel_of(const PackedQuantized& packed, int64_t output) {
@@ -38,6 +38,23 @@ void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t gr
   store_n(scales, set1(args.scales[from] / packed.scale_unit()), 1);
   if (packed.has_zeros) {
     store_n(scales + kQuantizedPanel, set1(args.zeros[from] - packed.middle()), 1);
+  }
+}
+
+void pack_super_scales(const PackQuantizedArgs& args, int64_t output) {
+  const PackedQuantized& packed = *args.packed;
+  uint8_t* panel = panel_of(packed, output);
+  const int64_t lane = output % kQuantizedPanel, super_groups = packed.super_groups();
+  for (int64_t group = 0; group < packed.num_groups; ++group) {
+    const int64_t from = output * packed.num_groups + group;
+    uint8_t* at = panel + packed.group_offset(group) + packed.quant_bytes() + lane;
+    *at = static_cast<uint8_t>(args.super.scales[from]);
+    if (packed.has_zeros) at[kQuantizedPanel] = static_cast<uint8_t>(args.super.minimums[from]);
+    if (group % super_groups != 0) continue;
+    const int64_t block = from / super_groups;
+    uint16_t* held = reinterpret_cast<uint16_t*>(panel + packed.super_offset(group)) + lane;
+    *held = args.super.super_scales[block];
+    if (packed.has_zeros) held[kQuantizedPanel] = args.super.super_minimums[block];
   }
 }
 
@@ -82,6 +99,10 @@ void pack_scales(const PackQuantizedArgs& args, int64_t output) {
     packed.scales[output] = args.scales[output];
     if (packed.zeros == nullptr) return;
     packed.zeros[output] = args.zeros[output] - packed.middle();
+    return;
+  }
+  if (packed.super_bytes != 0) {
+    pack_super_scales(args, output);
     return;
   }
   for (int64_t group = 0; group < packed.num_groups; ++group) {
@@ -135,17 +156,30 @@ QS_INLINE Scaling group_scaling(const PackedQuantized& packed, const uint8_t* at
   return {load_n(scales, 1)[0], zero};
 }
 
+QS_INLINE Scaling super_scaling(const PackedQuantized& packed, const uint8_t* panel,
+                                int64_t group, int64_t lane) {
+  const int8_t* scales = reinterpret_cast<const int8_t*>(panel) + packed.group_offset(group) +
+                         packed.quant_bytes() + lane;
+  const f16* super = reinterpret_cast<const f16*>(panel + packed.super_offset(group)) + lane;
+  Scaling found = {load_n(super, 1)[0] * static_cast<float>(scales[0]), 0.0f};
+  if (packed.has_zeros) {
+    found.zero = load_n(super + kQuantizedPanel, 1)[0] *
+                 static_cast<float>(scales[kQuantizedPanel]);
+  }
+  return found;
+}
+
 QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int64_t group) {
   Scaling found;
   if (packed.num_groups == 1) {
     found = {packed.scales[output], packed.zeros == nullptr ? 0.0f : packed.zeros[output]};
   } else {
-    const uint8_t* at = static_cast<const uint8_t*>(packed.weights) +
-                        output / kQuantizedPanel * packed.panel_bytes +
-                        group * packed.group_bytes + packed.quant_bytes();
+    const uint8_t* panel = panel_of(packed, output);
+    const uint8_t* at = panel + packed.group_offset(group) + packed.quant_bytes();
     const int64_t lane = output % kQuantizedPanel;
-    found = packed.half_scales ? group_scaling<f16>(packed, at, lane)
-                               : group_scaling<float>(packed, at, lane);
+    found = packed.super_bytes != 0 ? super_scaling(packed, panel, group, lane)
+            : packed.half_scales    ? group_scaling<f16>(packed, at, lane)
+                                    : group_scaling<float>(packed, at, lane);
     found.scale *= packed.scale_unit();
   }
   found.zero += packed.middle();
