@@ -29,7 +29,9 @@ DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
 
-.PHONY: help demo try-smollm2 test real docs docs-test page deploy-check manifests clients check counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
+CHECKS := counts check-types check-rules check-references check-style
+
+.PHONY: help demo try-smollm2 test real docs docs-test page sbom audit deploy-check manifests clients check $(CHECKS) counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -37,6 +39,8 @@ help:
 	@echo "make docs         a searchable site of all pages in build/docs/html"
 	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
 	@echo "make deploy-check check the chart and the manifests in deploy/; make manifests writes them"
+	@echo "make sbom         what the container installs, as CycloneDX in build/sbom.json"
+	@echo "make audit        ask PyPI for advisories about what the container installs"
 	@echo "make check        linter, types, layers, names, docs, API reference"
 	@echo "make counts       compare calls and instructions of a step with tools/count_bounds.json"
 	@echo "make format       format the code and fix what the linter can"
@@ -137,6 +141,16 @@ docs-test: $(READY)
 
 # The chart and the manifests in deploy/, with Helm's library and Kubernetes' schemas; `make manifests`
 # writes the manifests from the chart.
+# What the container installs, as CycloneDX.
+sbom: $(DEPLOY)/.ready
+	@mkdir -p build
+	$(DEPLOY)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application -o build/sbom.json \
+		deploy/container-requirements.txt
+
+# Asks PyPI, over the network, for advisories about it; a package that it does not know is a failure.
+audit: $(DEPLOY)/.ready
+	$(DEPLOY)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/container-requirements.txt
+
 deploy-check manifests: $(DEPLOY)/.ready
 	$(DEPLOY)/bin/python tools/check_deploy.py $(if $(filter manifests,$@),--write)
 
@@ -183,16 +197,25 @@ verify: $(READY)
 verify-long: $(READY)
 	$(BIN)/python tools/verify_long.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+# Two at once, since each takes one core; what one prints stays together.
 check: $(READY)
+	@$(MAKE) --no-print-directory --output-sync=target -j2 $(CHECKS)
+
+check-types:
+	$(BIN)/mypy
+
+check-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+check-rules:
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
-	$(BIN)/python tools/count_calls.py
+
+check-references:
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check

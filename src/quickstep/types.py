@@ -673,6 +673,7 @@ class Delta(msgspec.Struct, frozen=True):
         progress: How much of the prompt is computed, before the first token and with it, if the
             request `reports_progress`; with index 0 only.
         is_lost: The engine has ended, not this sequence by itself: another engine can resume it.
+        is_draft: Its token is an accepted draft: another one of the same step follows it.
     """
 
     index: int
@@ -687,6 +688,7 @@ class Delta(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...] | None = None
     progress: PromptProgress | None = None
     is_lost: bool = False
+    is_draft: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -156,7 +156,7 @@ def test_a_request_waits_for_its_blocks_and_goes_on_without_them() -> None:
         request = Request("r", PROMPT, sampling, handover=second.kv_address)
         resumed = await first_tokens(first, replace(request, handover=None, request_id="x"))
         expected = tokens_of(await all_of(first.stream(Request("", PROMPT, sampling))))
-        transfers = second._scheduler.transfers
+        transfers = second._scheduler.held.transfers
         assert transfers is not None
         assert transfers.begin_receiving("r", ChainRoot(), PROMPT) is not None
         reading = asyncio.create_task(
@@ -164,7 +164,7 @@ def test_a_request_waits_for_its_blocks_and_goes_on_without_them() -> None:
         )
         await asyncio.sleep(0.1)
         assert not reading.done()
-        second._scheduler.end_receiving("r", 0.0)
+        second._scheduler.arrived(transfers.end_receiving("r"), 0.0)
         second._wakeup.set()
         deltas = await asyncio.wait_for(reading, 10)
         assert [*resumed[0].token_ids, *tokens_of(deltas)] == expected

@@ -64,8 +64,8 @@ def served(*flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """A server without keys."""
-    with served() as address:
+    """A server without keys, with an adapter."""
+    with served("--lora-modules", "demo-sql=demo-sql") as address:
         yield address
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -112,6 +113,33 @@ def test_an_alternative_token_is_a_branch(page: Page) -> None:
     answer.get_by_role("button", name=re.compile("Continue with")).first.click()
     page.get_by_text("2 of 2").wait_for()
     assert text_of(last_answer(page)).startswith(first.strip())
+
+
+def test_tokens_that_were_drafts_are_marked(page: Page) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a_long_name_of_a_member": {"const": "a text of some words"}},
+        "required": ["a_long_name_of_a_member"],
+    }  # a grammar that leaves no choice: its tokens are drafts
+    page.get_by_label("json_schema", exact=True).fill(json.dumps(schema))
+    page.get_by_label("temperature", exact=True).fill("0")
+    answer = send(page, "an object")
+    drafts = answer.get_by_text(re.compile(r"^\d+/\d+$")).inner_text()
+    answer.get_by_role("button", name="Tokens", exact=True).click()
+    num_accepted = int(drafts.partition("/")[0])
+    assert num_accepted > 0
+    expect(answer.locator(".token.draft")).to_have_count(num_accepted)
+
+
+def test_an_adapter_answers_under_its_name(page: Page) -> None:
+    page.get_by_label("max_tokens", exact=True).fill("12")
+    page.get_by_label("temperature", exact=True).fill("0")
+    plain = text_of(send(page, "def add(a, b):"))
+    page.get_by_role("combobox", name="Model", exact=True).select_option("demo-sql")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        adapted = text_of(send(page, "def add(a, b):"))
+    assert sent.value.post_data_json["model"] == "demo-sql"
+    assert adapted != plain
 
 
 def test_conversations_are_there_after_a_reload(page: Page) -> None:

@@ -319,7 +319,7 @@ async def _settle(engine: AnyEngine) -> None:
     assert not held, f"{held} are held: {engine.stats()}"
     if isinstance(engine, Engine):
         engine._scheduler.check()
-        places = engine._scheduler.adapters
+        places = engine._scheduler.held.adapters
         assert places is not None
         adapters = places.residency._adapters.values()
         running = [adapter for adapter in adapters if adapter.num_running]

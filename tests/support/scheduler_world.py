@@ -229,7 +229,7 @@ class World:
     @property
     def room(self) -> AdapterResidency | None:
         """The adapters in compute memory."""
-        places = self.scheduler.adapters
+        places = self.scheduler.held.adapters
         return None if places is None else places.residency
 
     def _register(self, adapter_id: str) -> None:
@@ -381,7 +381,7 @@ class World:
     @property
     def restores(self) -> bool:
         """Whether KV blocks are on their way back to the pool."""
-        tiers = self.scheduler.tiers
+        tiers = self.scheduler.held.tiers
         return tiers is not None and tiers.is_restoring
 
     def move_blocks(self, fails: bool = False) -> None:

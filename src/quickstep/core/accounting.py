@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import astuple, replace
 
+from quickstep.config import SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, prompt_latency_s
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
+from quickstep.core.service_order import ServiceOrder
 from quickstep.core.step import InFlightStep
 from quickstep.types import (
     Phase,
@@ -370,7 +372,8 @@ class StateAfterStep(msgspec.Struct, frozen=True):
 
 
 class Accounts:
-    """The counts of a scheduler, which owns it, and until when its time is accounted for.
+    """The charges and counts of a scheduler, which owns it, and until when its time is accounted
+    for. What sequences are charged counts in `order`, where it is one in turns.
 
     Attributes:
         totals: The counts.
@@ -378,7 +381,10 @@ class Accounts:
         since_s: When that was, then when the last step was committed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig, cost_model: CostModel, order: ServiceOrder) -> None:
+        self._config = config
+        self._cost_model = cost_model
+        self._order = order
         self.totals = Totals()
         self.since_s = 0.0
         self.has_begun = False
@@ -386,6 +392,24 @@ class Accounts:
     def begin(self, now: float) -> None:
         """The first step is planned."""
         self.has_begun, self.since_s = True, now
+
+    def charge(
+        self, step: InFlightStep, result: StepResult, unlisted: StepLoad = _NO_LOAD
+    ) -> StepCharges:
+        """Divide the seconds of a step among its sequences; `unlisted` is the load of those that
+        have no row in the plan.
+        """
+        charges = charge(step, result.outputs, result.seconds, self._cost_model, unlisted)
+        if self._order.takes_turns:
+            for entry, ticks in zip(step.rows, charges.ticks, strict=True):
+                if ticks:  # a sequence that has ended is charged nothing
+                    self._order.charged(entry.sequence, ticks / TICKS_PER_S)
+        return charges
+
+    def with_unloaded(self, timings: SequenceTimings) -> SequenceTimings:
+        """The timings with the predicted seconds of the same tokens without any other request."""
+        chunk, num_stages = self._config.max_num_batched_tokens, self._config.num_stages
+        return with_unloaded(timings, self._cost_model, chunk, num_stages)
 
     def step_committed(
         self,

@@ -25,8 +25,6 @@ from quickstep.core.accounting import (
     SchedulerStats,
     StateAfterStep,
     StepCharges,
-    charge,
-    with_unloaded,
 )
 from quickstep.core.admission import AdmissionControl, AdmissionState, SequenceLimits
 from quickstep.core.cost_model import CostModel, StepLoad
@@ -39,14 +37,11 @@ from quickstep.core.queues import (
     WaitingQueue,
     check_queues,
 )
-from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.resources.held import HeldResources
-from quickstep.core.resources.kv_tiers import KVTiers
-from quickstep.core.resources.kv_transfers import KVTransfers
 from quickstep.core.resources.resource import Resource
-from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
+from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -83,6 +78,7 @@ class Scheduler:
 
     Attributes:
         max_in_flight: Plans that may be in flight.
+        held: The resources; a driver carries out what its adapters, transfers and tiers order.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class Scheduler:
         self._in_flight = StepsInFlight()
         self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
-        self._held = HeldResources(
+        self.held = HeldResources(
             config,
             pool,
             policy.order,
@@ -112,15 +108,15 @@ class Scheduler:
             self._expected_growth,
             more_resources,
         )
-        self._slots, self._blocks = self._held.slots, self._held.blocks
-        self._waiting = WaitingQueue(self._order, self._held.gates, config.max_waiting)
+        self._slots, self._blocks = self.held.slots, self.held.blocks
+        self._waiting = WaitingQueue(self._order, self.held.gates, config.max_waiting)
         self._batch = RunningBatch(self._order)
         self._deadlines = DeadlineQueue(self._order.relegates)
         self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
         self._budget = StepBudget(
-            config, policy, cost_model, self._waiting, self._batch, self._held.fits
+            config, policy, cost_model, self._waiting, self._batch, self.held.fits
         )
         self._drafts = DraftControl(config.num_speculative_tokens if config.use_kv_cache else 0)
         self._place_rows = {
@@ -128,7 +124,7 @@ class Scheduler:
             Phase.DECODE: self._place_decodes if config.use_kv_cache else self._recompute_decodes,
         }
         self._num_arrivals = 0
-        self._accounts = Accounts()
+        self._accounts = Accounts(config, cost_model, policy.order)
         self._totals = self._accounts.totals
 
     # -- requests come and go ---------------------------------------------------------------------
@@ -158,12 +154,12 @@ class Scheduler:
         self._admission.limits.check(request)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        self._held.check_request(request)
+        self.held.check_request(request)
         self._admission.check_share(request, now)
         sequences = self._admission.sequences(request, self._num_arrivals, now)
         self._admission.check_queue(sequences[0], len(sequences), now)
         # what was refused until here has changed nothing
-        self._held.requested(request, now)
+        self.held.requested(request, now)
         self._admission.accepted(sequences[0].prediction)
         self._num_arrivals += len(sequences)
         for sequence in sequences:
@@ -204,13 +200,9 @@ class Scheduler:
                 and not self._deadlines.is_later(sequence, now)  # it may have run meanwhile
             ):
                 self._waiting.relegate(sequence, now)
-        for sequence, why in self._lost():
+        for sequence, why in self.held.lost(self._waiting):
             outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
         return tuple(outputs)
-
-    def _lost(self) -> list[tuple[Sequence, str]]:
-        """The sequences that wait for a resource which they cannot get any more, and why."""
-        return self._held.lost(self._waiting) if self._waiting.parked_by_key else []
 
     def pause(self, request_id: str, now: float) -> None:
         """Plan nothing of a request until `resume`. It keeps its blocks until others need them."""
@@ -240,7 +232,7 @@ class Scheduler:
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
         if self._waiting.num:
-            self._held.prepare(self._waiting, self._batch, now, self._preempt)
+            self.held.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
         self._drafts.begin_step(min(num_rows, self._config.max_num_seqs))
         draft.may_request_drafts = self._drafts.may_request
@@ -354,7 +346,7 @@ class Scheduler:
                 return budget
             if not self._budget.may_admit(draft, now):
                 return budget
-            if not self._held.fits(sequence):
+            if not self.held.fits(sequence):
                 return budget
             start = self._blocks.num_hit_tokens(sequence)
             affordable = self._budget.of_prompt(draft, sequence, start, now)
@@ -368,7 +360,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._admission.admitted(now)
         is_new = sequence.num_cached_tokens is None
-        residency = self._held.admit(sequence, now)
+        residency = self.held.admit(sequence, now)
         self._batch.admit(sequence, residency, now)
         self._policy.admitted()
         if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
@@ -420,7 +412,7 @@ class Scheduler:
             return
         head = self._waiting.head
         if head is not None and not head.num_pending:
-            for victim in self._batch.victims_for(head, partial(self._held.fits_without, head)):
+            for victim in self._batch.victims_for(head, partial(self.held.fits_without, head)):
                 self._preempt(victim, now)
 
     def _free_blocks_for(self, sequence: Sequence, now: float) -> bool:
@@ -442,7 +434,7 @@ class Scheduler:
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self._batch.remove(sequence)
-        self._held.release(sequence)
+        self.held.release(sequence)
 
     def _expected_growth(self) -> int:
         """How many tokens the running sequences are expected to generate from now on."""
@@ -450,29 +442,14 @@ class Scheduler:
 
     # -- what sequences wait for comes, or does not -----------------------------------------------
 
-    @property
-    def adapters(self) -> AdapterPlaces | None:
-        """The places of adapters; None if adapters are no resource."""
-        return self._held.adapters
-
-    @property
-    def transfers(self) -> KVTransfers | None:
-        """KV blocks on their way to and from other engines; None if there are none."""
-        return self._held.transfers
-
-    @property
-    def tiers(self) -> KVTiers | None:
-        """KV blocks that come back from a tier; None if there is none."""
-        return self._held.tiers
-
     def register_adapter(
         self, adapter_id: str, num_bytes: int, is_pinned: bool = False, is_resident: bool = False
     ) -> None:
         """Let requests name an adapter, which is loaded when one is queued, unless it is in memory
         already (`is_resident`); a pinned one stays there, until it is registered without.
         """
-        if self._held.adapters is not None:
-            self._held.adapters.residency.register(
+        if self.held.adapters is not None:
+            self.held.adapters.residency.register(
                 adapter_id, num_bytes, is_pinned=is_pinned, is_resident=is_resident
             )
 
@@ -480,41 +457,33 @@ class Scheduler:
         """No new request will name the adapter. Returns whether it is forgotten: if sequences or
         steps in flight use it, it can still be loaded for them, and this has to be called again.
         """
-        return self._held.adapters is None or self._held.adapters.retire(adapter_id)
+        return self.held.adapters is None or self.held.adapters.retire(adapter_id)
 
     def take_adapter_orders(self) -> AdapterOrders | None:
         """What `plan` wants to be loaded and freed; None for nothing. The driver frees first, and
         calls `adapter_loaded` or `adapter_failed` for each load.
         """
-        return None if self._held.adapters is None else self._held.adapters.residency.take_orders()
+        return None if self.held.adapters is None else self.held.adapters.residency.take_orders()
 
     def adapter_loaded(self, adapter_id: str, now: float) -> bool:
         """A load has ended well; False if nothing wants the adapter now."""
-        if self._held.adapters is None or not self._held.adapters.residency.finish_load(adapter_id):
+        if self.held.adapters is None or not self.held.adapters.residency.finish_load(adapter_id):
             return False
-        self._waiting.sort_again(adapter_id, now)
+        self.arrived(adapter_id, now)
         return True
 
     def adapter_failed(
         self, adapter_id: str, reason: str, now: float
     ) -> tuple[SequenceOutput, ...]:
         """A load has failed: end the sequences that wait for it with ERROR."""
-        if self._held.adapters is not None:
-            self._held.adapters.residency.fail_load(adapter_id)
+        if self.held.adapters is not None:
+            self.held.adapters.residency.fail_load(adapter_id)
         parked = self._waiting.parked(adapter_id)
         return tuple(self._finish(sequence, FinishReason.ERROR, now, reason) for sequence in parked)
 
-    def end_receiving(self, request_id: str, now: float) -> None:
-        """The transfer of a request's KV blocks is over; the request may be admitted."""
-        assert self._held.transfers is not None, "KV is transferred"
-        self._held.transfers.end_receiving(request_id)
-        self._waiting.sort_again(self._held.transfers.key_of(request_id), now)
-
-    def end_restoring(self, request_id: str, now: float) -> None:
-        """A tier has given back what it can of a request's KV; the request may be admitted."""
-        assert self._held.tiers is not None, "there is a tier"
-        self._held.tiers.end_restoring(request_id)
-        self._waiting.sort_again(self._held.tiers.key_of(request_id), now)
+    def arrived(self, key: str, now: float) -> None:
+        """What sequences wait for under `key` has come, as far as it will: they may be admitted."""
+        self._waiting.sort_again(key, now)
 
     # -- the result of a step ---------------------------------------------------------------------
 
@@ -528,7 +497,8 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        charges = self._charge(step, result)
+        unlisted = self._unlisted_load() if plan.num_grouped_rows else _NO_LOAD
+        charges = self._accounts.charge(step, result, unlisted)
         self._cost_model.observe(step.load, result.seconds)
         outputs = self._end_failed(step, failures, now) if failures else []
         self._in_flight.popleft()
@@ -541,19 +511,6 @@ class Scheduler:
             load, costs = step.decode_load, self._cost_model
             self._drafts.learn(step.draft_mode, load, record, since_s, now, costs)
         return StepOutcome(tuple(outputs), record)
-
-    def _charge(
-        self, step: InFlightStep, result: StepResult, unlisted: StepLoad = _NO_LOAD
-    ) -> StepCharges:
-        """Divide the seconds of a step among its sequences; `unlisted` is the load of those that
-        have no row in the plan.
-        """
-        charges = charge(step, result.outputs, result.seconds, self._cost_model, unlisted)
-        if self._order.takes_turns:
-            for entry, ticks in zip(step.rows, charges.ticks, strict=True):
-                if ticks:  # a sequence that has ended is charged nothing
-                    self._order.charged(entry.sequence, ticks / TICKS_PER_S)
-        return charges
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
         """Drop the oldest step in flight: the executor raised. Its sequences end with ERROR.
@@ -606,7 +563,7 @@ class Scheduler:
         if entry.row.emits and len(sequence.token_ids) == sequence.prompt_len:
             self._admission.first_token(sequence, now)
         if entry.awaits_drafts:
-            self._check_drafts(entry, output)
+            self._drafts.receive(sequence, residency, entry.row, output)
         new, reason = sequence.receive(entry.row, output, now)
         self._totals.num_output_tokens += len(new.token_ids)
         if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
@@ -620,23 +577,11 @@ class Scheduler:
 
     def _handed_over(self, entry: FlightRow, new: SequenceOutput, now: float) -> SequenceOutput:
         """The output of a sequence that another engine continues after its first token."""
-        if self._held.transfers is not None:
-            self._held.transfers.computed(entry)
+        if self.held.transfers is not None:
+            self.held.transfers.computed(entry)
         if not new.token_ids:
             return new
-        return replace(new, timings=self._with_unloaded(entry.sequence.timings(now)))
-
-    def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
-        """Take the positions of rejected drafts back: the next row overwrites their KV."""
-        num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
-        sequence, residency = entry.sequence, entry.residency
-        residency.awaits_drafts = False
-        if not num_drafts:
-            return
-        residency.planned -= num_drafts - num_accepted
-        num_forced = min(num_drafts, sequence.drafts.num_forced)
-        accepted = output.accepted_drafts or range(1, num_accepted + 1)
-        self._drafts.checked(sequence.drafts.acceptance, entry.row, accepted, num_forced)
+        return replace(new, timings=self._accounts.with_unloaded(entry.sequence.timings(now)))
 
     def _finish(
         self,
@@ -652,9 +597,9 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._order.ended(sequence)
-        self._held.ended(sequence, now)
+        self.held.ended(sequence, now)
         self._admission.ended(sequence, reason)
-        timings = self._with_unloaded(sequence.finish(now))
+        timings = self._accounts.with_unloaded(sequence.finish(now))
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -688,18 +633,18 @@ class Scheduler:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
         is_full = len(self._in_flight) >= self.max_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._budget.wakeup(now)
-        lost_s = now if self._lost() else None
+        lost_s = now if self.held.lost(self._waiting) else None
         times = self._deadlines.next_s(), policy_s, lost_s
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> SchedulerStats:
         """The current state, and totals since the start."""
         adapters = None
-        if self._held.adapters is not None:
-            adapters = self._held.adapters.stats(self._waiting, self._batch)
+        if self.held.adapters is not None:
+            adapters = self.held.adapters.stats(self._waiting, self._batch)
         sequences = (*self._batch, *self._waiting)
         num_in_flight = len(self._in_flight)
-        kv_tier = None if self._held.tiers is None else self._held.tiers.stats()
+        kv_tier = None if self.held.tiers is None else self.held.tiers.stats()
         return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters, kv_tier)
 
     def admission_state(self, now: float) -> AdmissionState:
@@ -709,21 +654,21 @@ class Scheduler:
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
         return {
-            sequence.index: self._with_unloaded(sequence.timings(now))
+            sequence.index: self._accounts.with_unloaded(sequence.timings(now))
             for sequence in self._requests.get(request_id, ())
         }
 
-    def _with_unloaded(self, timings: SequenceTimings) -> SequenceTimings:
-        chunk, num_stages = self._config.max_num_batched_tokens, self._config.num_stages
-        return with_unloaded(timings, self._cost_model, chunk, num_stages)
-
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
-        self._held.check(self._batch)
+        self.held.check(self._batch)
         for sequence in self._waiting:
             self._blocks.check_hits(sequence)
         check_queues(self._batch, self._waiting, self._requests.values(), self._pending_tokens())
         assert len(self._in_flight) <= self.max_in_flight, "too many steps in flight"
+
+    def _unlisted_load(self) -> StepLoad:
+        """Of the rows of a step that are not listed in its plan, and whose sequences live."""
+        raise NotImplementedError  # `sim.grouped_scheduler` has such rows
 
     def _pending_tokens(self) -> Counter[str]:
         """How many tokens the steps in flight will emit, by sequence id."""

@@ -73,7 +73,7 @@ class AdapterLoader:
 
     def load_at_start(self) -> None:
         """Put the adapters of the start into compute memory, as many as there is room for."""
-        adapters, places = self._adapters, self._scheduler.adapters
+        adapters, places = self._adapters, self._scheduler.held.adapters
         for loaded in sorted(adapters.loaded, key=lambda one: not adapters.is_pinned(one.name)):
             fits = places is not None and places.residency.has_place(loaded.num_bytes)
             if fits:
@@ -214,7 +214,7 @@ class AdapterLoader:
         for adapter_id in self._adapters.retired:
             search_s = self._searches_s.get(adapter_id)
             if search_s is not None:
-                places = self._scheduler.adapters
+                places = self._scheduler.held.adapters
                 if places is not None and places.is_used(adapter_id):
                     self._searches_s[adapter_id] = search_s = now
                 if now < search_s + _SEARCH_PAUSE_S:

@@ -207,7 +207,7 @@ class Engine:
     @property
     def has_open_transfers(self) -> bool:
         """Whether KV blocks are on their way from or to it."""
-        transfers = self._scheduler.transfers
+        transfers = self._scheduler.held.transfers
         return transfers is not None and transfers.are_open
 
     def stats(self) -> EngineStats:

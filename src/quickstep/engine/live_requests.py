@@ -152,6 +152,8 @@ class LiveRequests:
         `num_after` tokens were generated in the same step after it.
         """
         delta = live.texts[output.index].advance(output)
+        if num_after:
+            delta = replace(delta, is_draft=True)
         reason = delta.finish_reason
         if reason is None:
             if live.request.handover is not None:

@@ -25,8 +25,6 @@ from quickstep.types import (
     StepResult,
 )
 
-_NO_LOAD = StepLoad()
-
 
 class GroupedScheduler(Scheduler):
     """A scheduler whose driver may have decode rows grouped, by `group_decodes`."""
@@ -181,12 +179,9 @@ class GroupedScheduler(Scheduler):
             self._group.leave(sequence)
         super()._leave_batch(sequence)
 
-    def _charge(
-        self, step: InFlightStep, result: StepResult, unlisted: StepLoad = _NO_LOAD
-    ) -> StepCharges:
-        if self._group is not None and step.plan.num_grouped_rows:
-            unlisted = self._group.load
-        return super()._charge(step, result, unlisted)
+    def _unlisted_load(self) -> StepLoad:
+        assert self._group is not None
+        return self._group.load
 
     def _receive_rows(
         self, step: InFlightStep, result: StepResult, charges: StepCharges, now: float

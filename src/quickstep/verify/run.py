@@ -300,7 +300,7 @@ class _Run:
     def _apply(self, event: Event | AdapterRetired) -> None:
         if isinstance(event, AdapterRetired):
             self._retired.add(event.adapter_id)
-            places = self._scheduler.adapters
+            places = self._scheduler.held.adapters
             is_used = places is not None and places.is_used(event.adapter_id)
             self.counts.adapters_retired += is_used
             return
@@ -420,7 +420,7 @@ class _Run:
 
     @property
     def _is_restoring(self) -> bool:
-        return self._scheduler.tiers is not None and self._scheduler.tiers.is_restoring
+        return self._scheduler.held.tiers is not None and self._scheduler.held.tiers.is_restoring
 
     def _block_content(self, block_id: int) -> list[bytes]:
         return [bytes(part) for part in self._blocks.of(block_id)]

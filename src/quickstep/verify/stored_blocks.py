@@ -29,9 +29,9 @@ class StoredBlocks(Generic[_Content]):
         read: Callable[[int], _Content],
         write: Callable[[int, _Content], None],
     ) -> None:
-        assert scheduler.tiers is not None, "`SchedulerConfig.kv_tier` is set"
+        assert scheduler.held.tiers is not None, "`SchedulerConfig.kv_tier` is set"
         self._scheduler = scheduler
-        self._tiers = scheduler.tiers
+        self._tiers = scheduler.held.tiers
         self._read = read
         self._write = write
         self.spans: dict[str, list[tuple[TierBlock, _Content]]] = {}
@@ -64,7 +64,7 @@ class StoredBlocks(Generic[_Content]):
         orders = self._tiers.take_restores()
         for order in orders:
             self._restore(order)
-            self._scheduler.end_restoring(order.request_id, now)
+            self._scheduler.arrived(self._tiers.end_restoring(order.request_id), now)
         self.restored += orders
         return len(orders)
 

@@ -41,8 +41,8 @@ class Driver:
         )
         self.pool = KVBlockPool(num_blocks, BLOCK)
         self.scheduler = Scheduler(config, self.pool, make_policy(config), LinearCostModel())
-        assert self.scheduler.tiers is not None
-        self.tiers = self.scheduler.tiers
+        assert self.scheduler.held.tiers is not None
+        self.tiers = self.scheduler.held.tiers
         self.content: dict[int, object] = {}
         self.disk: StoredBlocks[object] = StoredBlocks(
             self.scheduler, self.content.get, self._write

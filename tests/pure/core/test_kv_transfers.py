@@ -46,11 +46,14 @@ class Driver:
         )
         self.pool = KVBlockPool(num_blocks, BLOCK, prefix_caching)
         self.scheduler = Scheduler(config, self.pool, make_policy(config), LinearCostModel())
-        assert self.scheduler.transfers is not None
-        self.transfers: KVTransfers = self.scheduler.transfers
+        assert self.scheduler.held.transfers is not None
+        self.transfers: KVTransfers = self.scheduler.held.transfers
         self.plans: list[StepPlan] = []
         self.ended: list[str] = []
         self.now = 0.0
+
+    def end_receiving(self, request_id: str, now: float) -> None:
+        self.scheduler.arrived(self.transfers.end_receiving(request_id), now)
 
     def step(self) -> bool:
         plan = self.scheduler.plan(self.now)
@@ -141,7 +144,7 @@ def test_a_request_waits_for_its_transfer_and_hits_what_came() -> None:
     driver.run()
     assert driver.ended == ["other"], "only the one with a transfer waits"
     driver.transfers.received("r", 3)
-    driver.scheduler.end_receiving("r", driver.now)
+    driver.end_receiving("r", driver.now)
     driver.plans.clear()
     driver.run()
     assert driver.ended == ["other", "r"]
@@ -158,7 +161,7 @@ def test_what_did_not_come_is_computed(num_received: int) -> None:
     driver.transfers.received("r", num_received)
     driver.scheduler.add(continued(), 0.0)
     assert not driver.step()
-    driver.scheduler.end_receiving("r", 0.0)
+    driver.end_receiving("r", 0.0)
     driver.run()
     assert driver.plans[0].rows[0].start == BLOCK * num_received
     assert driver.ended == ["r"]
@@ -172,7 +175,7 @@ def test_a_request_may_end_while_its_blocks_arrive() -> None:
     driver.scheduler.abort("r", 0.0)
     driver.scheduler.check()
     assert driver.pool.stats().num_used == 4, "a thread may still write to them"
-    driver.scheduler.end_receiving("r", 0.0)
+    driver.end_receiving("r", 0.0)
     assert driver.pool.stats().num_used == 0
 
 
@@ -189,7 +192,7 @@ def test_blocks_are_filled_when_no_step_in_flight_writes_to_them() -> None:
     outputs = tuple(RowOutput((7,)) for _ in plan.rows)
     driver.scheduler.commit(plan, StepResult(plan.step_id, outputs, 0.01), 0.01)
     assert driver.transfers.are_over(order.step_id)
-    driver.scheduler.end_receiving("r", 0.01)
+    driver.end_receiving("r", 0.01)
 
 
 def test_transfers_leave_room_for_the_longest_sequence() -> None:
@@ -198,7 +201,7 @@ def test_transfers_leave_room_for_the_longest_sequence() -> None:
     assert begin("a", ChainRoot(), PROMPT) is not None
     assert begin("a", ChainRoot(), PROMPT) is None, "there is one already"
     assert begin("b", ChainRoot(), tuple(range(40, 59))) is None, "8 blocks are kept"
-    driver.scheduler.end_receiving("a", 0.0)
+    driver.end_receiving("a", 0.0)
     assert begin("b", ChainRoot(), tuple(range(40, 59))) is not None
 
 
@@ -254,7 +257,7 @@ def test_random_lives_leave_nothing(seed: int) -> None:
             case 3 if receiving:
                 name = rng.choice(sorted(receiving))
                 del receiving[name]
-                driver.scheduler.end_receiving(name, driver.now)
+                driver.end_receiving(name, driver.now)
             case 4 if live:
                 driver.scheduler.abort(rng.choice(live), driver.now)
             case 5:
@@ -265,7 +268,7 @@ def test_random_lives_leave_nothing(seed: int) -> None:
                 driver.step()
         driver.scheduler.check()
     for name in receiving:
-        driver.scheduler.end_receiving(name, driver.now)
+        driver.end_receiving(name, driver.now)
     driver.run()
     for name in live:
         driver.scheduler.abort(name, driver.now)

@@ -158,7 +158,7 @@ _BUGS = {
     ),
     "adapter-without-room-awaited": (
         "scheduler",
-        "for sequence, why in self._lost():",
+        "for sequence, why in self.held.lost(self._waiting):",
         "for sequence, why in ():",
     ),
     "adapter-not-released": (
@@ -266,8 +266,8 @@ _BUGS = {
         "if False:",
     ),
     "rejected-drafts-stay-computed": (
-        "scheduler",
-        "        residency.planned -= num_drafts - num_accepted\n",
+        "drafts.control",
+        "        residency.planned -= row.num_drafts - num_accepted\n",
         "",
     ),
     "drafts-are-cached": (

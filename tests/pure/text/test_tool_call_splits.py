@@ -252,7 +252,7 @@ READERS = sorted(set(TOOL_CALL_FORMATS) - {"seed_oss", "deepseek_v4"})
 
 
 @pytest.mark.parametrize("name", READERS)
-@examples(30)
+@examples(10)  # the work is the square of the text's length
 @given(calls, st.sampled_from([None, 1]), st.sampled_from(["", "Well then.\n"]))
 def test_calls_cut_anywhere_are_a_beginning_of_the_calls_and_leave_no_markup(
     name, calls, indent, before
@@ -280,7 +280,7 @@ def test_calls_cut_anywhere_are_a_beginning_of_the_calls_and_leave_no_markup(
         assert begins_marker or (name == "pythonic" and last is None)
 
 
-MEGABYTE = 1 << 20
+NUM_LONG = 1 << 18  # characters, where the square of them would take hours
 ADVERSARIAL = {
     "hermes": ("<tool_call", "<tool_call>", "<tool_call>{", '<tool_call>{"name":', " \n"),
     "llama3_json": ("{", "<|python_tag|>{", '{"name": "\\n', "<|python_tag|"),
@@ -306,8 +306,8 @@ ATTACKS = [(name, word) for name, words in ADVERSARIAL.items() for word in words
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "word"), ATTACKS)
-def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
-    text = word * (MEGABYTE // len(word.encode())) + "~\n~"
+def test_a_long_text_of_almost_markers_goes_through_whole(name, word):
+    text = word * (NUM_LONG // len(word)) + "~\n~"
     parsed = parse(text, name)
     if name != "harmony" and not parsed.calls:
         assert parsed.content == text
@@ -329,8 +329,8 @@ def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
         ("deepseek_v32", f'{DSML.opening}{DSML.call}"f">{DSML.key}"k"', " string="),
     ],
 )
-def test_a_megabyte_in_small_deltas_comes_out(name, head, body):
-    text = head + body * (MEGABYTE // len(body)) + "~"
+def test_a_long_text_in_small_deltas_comes_out(name, head, body):
+    text = head + body * (NUM_LONG // len(body)) + "~"
     deltas = [text[at : at + 64] for at in range(0, len(text), 64)]
     parsed = parse(deltas, name)
     ((_, arguments),) = parsed.calls or [("", "")]

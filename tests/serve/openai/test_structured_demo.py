@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from live_server import LiveServer, live_server
@@ -102,6 +103,33 @@ def test_a_json_schema_holds_streamed_as_whole(
         assert 1900 <= value["year"] <= 2100
         assert set(value["tags"]) <= {"io", "math", "text"}
         assert value["maybe"] in (True, False, None)
+
+
+CERTAIN = {
+    "type": "object",
+    "properties": {"a_long_name_of_a_member": {"const": "a text of some words"}},
+    "required": ["a_long_name_of_a_member"],
+}
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_chunks_say_which_tokens_were_drafts_to_who_asks_for_timings(
+    server: LiveServer, route: str
+) -> None:
+    prompt = {"messages": MESSAGES} if route.startswith("chat") else {"prompt": "x"}
+    body = {**prompt, "json_schema": CERTAIN, "temperature": 0.0, "stream": True}
+    seen = []
+    for wanted in (True, False):
+        asked = {**body, "quickstep_timings": wanted}
+        lines = httpx.post(f"{server.url}/v1/{route}", json=asked).text.splitlines()
+        seen.append([json.loads(line[6:]) for line in lines if line.startswith("data: {")])
+    drafts = [
+        [one for part in parts for one in part["choices"] if "draft" in one] for parts in seen
+    ]
+    (times,) = seen[0][-1]["quickstep"]["sequences"]
+    assert times["num_accepted"] == len(drafts[0]) > 0
+    assert all(choice["draft"] is True for choice in drafts[0])
+    assert not drafts[1]
 
 
 def test_a_json_object_begins_as_one(client: openai.OpenAI) -> None:

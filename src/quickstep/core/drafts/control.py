@@ -38,8 +38,8 @@ from itertools import takewhile
 import msgspec
 
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.sequence import Acceptance, Sequence
-from quickstep.types import StepRecord, StepRow
+from quickstep.core.sequence import Acceptance, Residency, Sequence
+from quickstep.types import RowOutput, StepRecord, StepRow
 
 # A sequence's rate is an average of that of all, which counts as so many drafts, and of its own
 # drafts, of which older ones count less.
@@ -375,6 +375,21 @@ class DraftControl:
     def num_forced(self) -> int:
         """How many drafts pay that are certain to be accepted."""
         return self.max_drafts if self.uses_drafts and self._can_pay else 0
+
+    def receive(
+        self, sequence: Sequence, residency: Residency, row: StepRow, output: RowOutput
+    ) -> None:
+        """Learn from the result of a row that had drafts, or was to get some; the positions of
+        rejected drafts are taken back: the next row overwrites their KV.
+        """
+        residency.awaits_drafts = False
+        if not row.num_drafts:
+            return
+        num_accepted = len(output.token_ids) - 1
+        residency.planned -= row.num_drafts - num_accepted
+        num_forced = min(row.num_drafts, sequence.drafts.num_forced)
+        accepted = output.accepted_drafts or range(1, num_accepted + 1)
+        self.checked(sequence.drafts.acceptance, row, accepted, num_forced)
 
     def checked(
         self,

@@ -293,15 +293,10 @@ class KVTiers(Resource):
 
     # -- restoring --------------------------------------------------------------------------------
 
-    @staticmethod
-    def key_of(request_id: str) -> str:
-        """The key of sequences that wait for the restore of a request's blocks."""
-        return _KEY_PREFIX + request_id
-
     def key(self, request: Request) -> str:
         """The restore of its blocks, if there is one."""
         awaited = self._awaited.get(request.request_id)
-        return "" if awaited is None else self.key_of(awaited)
+        return "" if awaited is None else _KEY_PREFIX + awaited
 
     def is_ready(self, key: str) -> bool:
         """Whether it is over."""
@@ -367,8 +362,10 @@ class KVTiers(Resource):
         rate = num_blocks * self._config.block_bytes / reading_s
         self._rate += _RATE_GAIN * (rate - self._rate)
 
-    def end_restoring(self, request_id: str) -> None:
-        """Nothing writes to the blocks of a request any more: those with content are cached."""
+    def end_restoring(self, request_id: str) -> str:
+        """Nothing writes to the blocks of a request any more: those with content are cached.
+        Returns the key of the sequences that wait for it, which `Scheduler.arrived` takes.
+        """
         restore = self._restores.pop(request_id)
         restore.arriving.release()
         for digest in restore.digests:
@@ -378,6 +375,7 @@ class KVTiers(Resource):
         num_tokens = restore.arriving.num_filled * self._pool.block_size
         for sequence in restore.sequences:
             sequence.num_restored_tokens += num_tokens
+        return _KEY_PREFIX + request_id
 
     def _lookup(self, sequence: Sequence) -> None:
         """Bring the hits of a waiting sequence up to date."""

@@ -30,6 +30,7 @@ from quickstep.types import KVTarget, Request
 
 # Of the pool: what engines that receive too slowly keep of it.
 _MAX_SENDING = 0.5
+_KEY_PREFIX = "kv of "
 
 
 class SendOrder(msgspec.Struct, frozen=True):
@@ -154,22 +155,21 @@ class KVTransfers(Resource):
         """The next so many blocks have their content: sequences may use them."""
         self._receiving[request_id].filled(num_blocks)
 
-    def end_receiving(self, request_id: str) -> None:
-        """Nothing writes to the blocks of a request any more: those with content are cached."""
+    def end_receiving(self, request_id: str) -> str:
+        """Nothing writes to the blocks of a request any more: those with content are cached.
+        Returns the key of the sequences that wait for it, which `Scheduler.arrived` takes.
+        """
         self._receiving.pop(request_id).release()
-
-    @staticmethod
-    def key_of(request_id: str) -> str:
-        """The key of sequences that wait for a transfer."""
-        return f"kv of {request_id}"
+        return _KEY_PREFIX + request_id
 
     def key(self, request: Request) -> str:
         """The transfer of its blocks, if there is one."""
-        return self.key_of(request.request_id) if request.request_id in self._receiving else ""
+        request_id = request.request_id
+        return _KEY_PREFIX + request_id if request_id in self._receiving else ""
 
     def is_ready(self, key: str) -> bool:
         """Whether it is over."""
-        return key.removeprefix("kv of ") not in self._receiving
+        return key.removeprefix(_KEY_PREFIX) not in self._receiving
 
     # -- sending ----------------------------------------------------------------------------------
 

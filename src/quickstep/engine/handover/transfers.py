@@ -36,9 +36,9 @@ class EngineTransfers:
         fingerprint: str,
         clock: Callable[[], float],
     ) -> None:
-        assert scheduler.transfers is not None, "`SchedulerConfig.transfers_kv` is set"
+        assert scheduler.held.transfers is not None, "`SchedulerConfig.transfers_kv` is set"
         self._scheduler = scheduler
-        self._transfers: KVTransfers = scheduler.transfers
+        self._transfers: KVTransfers = scheduler.held.transfers
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: Callable[[], None] = _nothing
@@ -108,7 +108,7 @@ class EngineTransfers:
         self._soon(lambda: self._end(request_id))
 
     def _end(self, request_id: str) -> None:
-        self._scheduler.end_receiving(request_id, self._clock())
+        self._scheduler.arrived(self._transfers.end_receiving(request_id), self._clock())
         self._changed()
 
     def _soon(self, call: Callable[[], object]) -> None:

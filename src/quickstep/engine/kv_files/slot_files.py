@@ -79,11 +79,11 @@ class SlotFiles:
         blocks: BlockBytes,
         clock: Callable[[], float],
     ) -> None:
-        assert scheduler.transfers is not None, "`SchedulerConfig.transfers_kv` is set"
+        assert scheduler.held.transfers is not None, "`SchedulerConfig.transfers_kv` is set"
         self._directory = directory
         self._identity = identity
         self._scheduler = scheduler
-        self._transfers: KVTransfers = scheduler.transfers
+        self._transfers: KVTransfers = scheduler.held.transfers
         self._block_size = scheduler.block_size
         self._blocks = blocks
         self._clock = clock
@@ -227,7 +227,7 @@ class SlotFiles:
             num_filled = await asyncio.to_thread(self._fill, filename, first_byte, order.block_ids)
             self._transfers.received(name, num_filled)
         finally:
-            self._scheduler.end_receiving(name, self._clock())
+            self._scheduler.arrived(self._transfers.end_receiving(name), self._clock())
             self._changed()
         return num_filled
 

@@ -63,9 +63,9 @@ class EngineTier:
         directory: KVDirectory,
         clock: Callable[[], float],
     ) -> None:
-        assert scheduler.tiers is not None, "`SchedulerConfig.kv_tier` is set"
+        assert scheduler.held.tiers is not None, "`SchedulerConfig.kv_tier` is set"
         self._scheduler = scheduler
-        self._tiers: KVTiers = scheduler.tiers
+        self._tiers: KVTiers = scheduler.held.tiers
         self._blocks = blocks
         self._directory = directory
         self._clock = clock
@@ -125,7 +125,8 @@ class EngineTier:
     def _end_restoring(self, order: RestoreOrder, num_blocks: int, seconds: float) -> None:
         if num_blocks:
             self._tiers.measured(num_blocks, seconds)
-        self._scheduler.end_restoring(order.request_id, self._clock())
+        key = self._tiers.end_restoring(order.request_id)
+        self._scheduler.arrived(key, self._clock())
         self._changed()
 
     # -- in the thread ----------------------------------------------------------------------------

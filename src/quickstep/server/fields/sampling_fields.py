@@ -208,7 +208,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     ] = None
     quickstep_timings: Annotated[
         bool | None,
-        effect("Adds `quickstep` to the response: times of each choice, device seconds, costs."),
+        effect(
+            "Adds `quickstep` to the response: times of each choice, device seconds, costs; chunks "
+            "of a stream whose token is an accepted draft have `draft: true`."
+        ),
     ] = None
     grammar: Annotated[
         str | None, effect("llama.cpp's field: the output follows this grammar (GBNF).")

@@ -348,6 +348,7 @@ class ChatWriter:
                 logprobs=self._listed(() if place else delta.logprobs) if has_logprobs else None,
                 token_ids=list(delta.token_ids) if has_ids and not place else UNSET,
                 finish_reason=None,
+                draft=True if delta.is_draft and self._envelope.marks_drafts else UNSET,
             )
             frames.append(self._envelope.chunk([chunk]))
         if delta.finish_reason is not None:

@@ -233,6 +233,7 @@ class Envelope:
         }
         self._new_response = partial(new_response, **constant)
         self._new_chunk = partial(new_chunk, **constant)
+        self.marks_drafts = generation.request.timings
         self._has_metrics = model.server.answers.request_metrics and len(generation.choices) == 1
 
     def chunk(self, choices: list[msgspec.Struct], **fields: Any) -> bytes:

@@ -212,6 +212,7 @@ class CompletionWriter:
             token_ids=self._token_ids(delta.token_ids),
             prompt_token_ids=self._prompt_token_ids(choice) if is_first else UNSET,
             finish_reason=None,
+            draft=True if delta.is_draft and self._envelope.marks_drafts else UNSET,
         )
 
     def ending(self) -> Iterator[bytes]:

@@ -216,7 +216,9 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A delta of one choice; the seed is sent with its finish reason."""
+    """A delta of one choice; the seed is sent with its finish reason. `draft`, true, says to
+    a client that requested timings that the token is an accepted draft.
+    """
 
     index: int
     delta: ChatDelta
@@ -225,6 +227,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    draft: bool | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +289,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A delta of one choice; the seed is sent with its finish reason."""
+    """A delta of one choice; the seed is sent with its finish reason. `draft`, true, says to
+    a client that requested timings that the token is an accepted draft.
+    """
 
     index: int
     text: str
@@ -296,6 +301,7 @@ class TextChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    draft: bool | UnsetType = UNSET
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):

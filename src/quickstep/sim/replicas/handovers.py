@@ -212,13 +212,14 @@ class KVHandovers:
             self._sent_blocks += sent.num_blocks
         if order.ends:
             del self._firsts[name]
-            self._replicas[sent.target].engine.scheduler.end_receiving(name, target_now)
+            key = self._transfers(sent.target).end_receiving(name)
+            self._replicas[sent.target].engine.scheduler.arrived(key, target_now)
         if order.is_last:
             self._num_sent += 1
             self._sent_s += now - sent.ordered_at_s
 
     def _transfers(self, place: int) -> KVTransfers:
-        transfers = self._replicas[place].engine.scheduler.transfers
+        transfers = self._replicas[place].engine.scheduler.held.transfers
         assert transfers is not None, "KV is transferred"
         return transfers
 

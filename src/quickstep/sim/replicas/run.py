@@ -430,10 +430,10 @@ class ReplicaRun:
             if place in self._reported_idle:
                 self.views[place] = replace(view, reported_at_s=self.now)
                 continue
-            transfers = engine.scheduler.transfers
+            transfers = engine.scheduler.held.transfers
             if not (replica.held or (transfers is not None and transfers.are_open)):
                 self._reported_idle.add(place)
-            adapters = engine.scheduler.adapters
+            adapters = engine.scheduler.held.adapters
             self.views[place] = replace(
                 view,
                 admission=engine.scheduler.admission_state(replica.clock.now),

@@ -323,6 +323,7 @@ export class Session {
       answer.reasoning += delta.reasoning_content ?? "";
       for (const call of delta.tool_calls ?? []) addToolCall(answer, call);
       const tokens = tokensOf(choice.logprobs);
+      if (choice.draft) for (const token of tokens) token.isDraft = true;
       answer.tokens.push(...tokens);
       if (tokens.length || delta.content || delta.reasoning_content) {
         times.last = performance.now();

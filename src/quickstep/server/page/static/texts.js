@@ -55,7 +55,8 @@ export const T = {
   lengthLimit: "The limit of tokens is reached. Continue generates more.",
   emptyChat: "Talk to the model. Each answer shows its seed, times and cost.",
   // token view
-  tokenHint: "Darker tokens were less probable. Choose a token to see its alternatives.",
+  tokenHint: "Darker tokens were less probable, underlined ones were drafts. Choose a token to see its alternatives.",
+  wasDraft: "an accepted draft",
   alternatives: "Alternatives",
   continueWith: (token) => `Continue with ${token}`,
   chosen: "chosen",

@@ -19,8 +19,9 @@ export function Tokens({ message, session }) {
     <p class="note">${T.tokenHint}</p>
     <div class="tokens">
       ${message.tokens.map((token, index) => html`
-        <button type="button" key=${index} class="token ${level(token.logprob)}" aria-pressed=${String(index === place)}
-          title=${token.logprob === null ? "" : percent(token.logprob)}
+        <button type="button" key=${index} aria-pressed=${String(index === place)}
+          class="token ${level(token.logprob)} ${token.isDraft ? "draft" : ""}"
+          title=${[token.logprob !== null && percent(token.logprob), token.isDraft && T.wasDraft].filter(Boolean).join(", ")}
           onClick=${() => setPlace(index === place ? null : index)}>${displayText(token.token)}</button>`)}
     </div>
     ${selected && html`
