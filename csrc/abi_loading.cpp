@@ -305,6 +305,7 @@ bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t*
   }
   const qs::PackedQuantized view = panels_of(load.packed, rows);
   const float* zeros = load.form.has_zeros != 0 ? piece.zeros : nullptr;
+  qs::weight_populate(view.weights, view.num_panels * view.panel_bytes);
   load.context->kernels->pack_quantized(
       solo, {piece.quants, piece.scales, zeros, piece.sub_scales, &view, piece.super});
   return true;

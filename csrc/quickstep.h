@@ -978,6 +978,10 @@ QS_API int qs_suffix_propose(const qs_suffix_call* call);
 // within the content, and where the last of these ends.
 QS_API int64_t qs_skip_texts(const uint8_t* content, int64_t num_bytes, int64_t count,
                              int64_t* end);
+// Copies `count` such texts to `out`, of num_bytes, each with a zero after it. The bytes written; -1
+// where a text contains a zero, or the content ends before the texts do.
+QS_API int64_t qs_join_texts(const uint8_t* content, int64_t num_bytes, int64_t count,
+                             uint8_t* out);
 
 // Tokenizing with the pieces of a GGUF file (quickstep/text/sentence_pieces.py). Any number of
 // threads may read a vocabulary at a time.

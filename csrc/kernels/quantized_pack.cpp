@@ -72,14 +72,16 @@ QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
   }
 }
 
-// Quants of inputs [begin, end) of one output; `begin` is a multiple of 16.
-QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs inputs) {
+// Quants of inputs [begin, end) of one output, whose segments of 16 are at these offsets; `begin`
+// is a multiple of 16.
+QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs inputs,
+                           const int64_t* offsets) {
   const PackedQuantized& packed = *args.packed;
   uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel * kStepInputs;
   const uint8_t* quants = args.quants + output * packed.k;
   int64_t k = inputs.begin;
   for (; k + kSegment <= inputs.end; k += kSegment) {
-    pack_segment(quants + k, packed.bits, column + quant_offset(packed, k));
+    pack_segment(quants + k, packed.bits, column + *offsets++);
   }
   if (k == inputs.end) return;
   uint8_t rest[kSegment] = {};
@@ -137,7 +139,13 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
   const int64_t last = min_of(args.packed->n, first + kQuantizedPanel);
   for (int64_t k = 0; k < args.packed->k; k += kAtOnce) {
     const Inputs inputs = {k, min_of(args.packed->k, k + kAtOnce)};
-    for (int64_t output = first; output < last; ++output) pack_quants(args, output, inputs);
+    int64_t offsets[kAtOnce / kSegment];  // the same for all outputs, and not cheap
+    for (int64_t i = 0; i < kAtOnce; i += kSegment) {
+      offsets[i / kSegment] = quant_offset(*args.packed, min_of(k + i, args.packed->k - 1));
+    }
+    for (int64_t output = first; output < last; ++output) {
+      pack_quants(args, output, inputs, offsets);
+    }
   }
   for (int64_t output = first; output < last; ++output) {
     pack_scales(args, output);

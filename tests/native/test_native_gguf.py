@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from quickstep.model.formats.gguf_blocks import decode_blocks
-from quickstep.model.formats.quantized_reader import stack_matrices
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
+from quickstep.model.formats.quantized_reader import stack_matrices
 from quickstep.model.quantization import MatrixFormat, common_form
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import ExpertWeights, OpTable, Routing
