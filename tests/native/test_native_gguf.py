@@ -180,6 +180,21 @@ def test_products_of_k_types_have_the_bits_of_scales_in_float32(
             assert torch.equal(ops.linear(x, loaded), ops.linear(x, wide))
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "f").write_bytes(random_blocks(Kind[kind], OUTPUTS, INPUTS, seed=6).tobytes())
+    part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind)
+    assert table.load_linear is not None and table.packed_files is not None
+    loaded = table.load_linear(StoredMatrix(kind, (part,), INPUTS), None)
+    form = table.packed_files.form(loaded)
+    (weights,) = table.packed_files.parts(loaded)
+    (tmp_path / "packed").write_bytes(weights)
+    with (tmp_path / "packed").open("rb") as file:
+        mapped = table.packed_files.map(form, file.fileno(), 0)
+    assert mapped is not None and mapped.nbytes == loaded.nbytes
+    assert torch.equal(outputs(table, mapped), outputs(table, loaded))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_gates_and_ups_of_k_types_have_the_bits_of_their_products(
     tmp_path: Path, level: str
