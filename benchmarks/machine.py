@@ -18,7 +18,7 @@ from pathlib import Path
 
 import quickstep
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "stolen_s"]
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "msgspec", "llguidance")
 _OF_GPU = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
@@ -34,6 +34,18 @@ def describe_machine() -> str:
         f"quickstep {quickstep.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {torch.get_num_threads()} threads"
     )
+
+
+def stolen_s() -> float:
+    """For how long, in sum over cores, the host of this machine has run others instead; 0.0 where
+    the system does not say.
+    """
+    try:
+        with Path("/proc/stat").open(encoding="ascii") as counts:
+            ticks = int(counts.readline().split()[8])
+    except (OSError, IndexError):
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
