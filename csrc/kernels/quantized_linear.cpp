@@ -313,7 +313,10 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
                         : problem.direct ? max_direct_panels(rows)
                                          : max_quantized_panels(rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
-  set_blocks(packed, block_inputs(packed, problem.num_tiles), problem);
+  // A copy of a block is written and read once more than the block itself: a short one stays near.
+  const bool copies = problem.unpacks && stored.super_bytes != 0;
+  const int64_t inputs = copies ? kAheadInputs : block_inputs(packed, problem.num_tiles);
+  set_blocks(packed, inputs, problem);
   // A multiple of the thread count, so that equal threads end together.
   const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
   problem.num_ranges =
