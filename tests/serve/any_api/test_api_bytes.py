@@ -167,7 +167,7 @@ def test_a_cut_off_object_is_refused_in_shape(method: str, path: str) -> None:
 def test_any_object_of_known_names_is_answered_in_shape(method: str, path: str) -> None:
     with answering(method, path) as answer:
 
-        @num_cases(60)
+        @num_cases(30)
         @given(OBJECTS)
         def each(fields: dict[str, Any]) -> None:
             answer(json.dumps(fields).encode(), {})

@@ -33,8 +33,8 @@ from starlette.routing import Route
 
 from quickstep.server.app import create_app
 
-CASES_EACH = 400  # each mode of each endpoint with a body
-SCHEMATHESIS_CASES_EACH = 15  # a second opinion, which takes 30 to 140 ms to draw a body
+CASES_EACH = 200  # each mode of each endpoint with a body
+SCHEMATHESIS_CASES_EACH = 8  # a second opinion, which takes 30 to 140 ms to draw a body
 APP = create_app(FakeEngine())
 API = Api(document_of(APP))
 WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]
