@@ -108,7 +108,7 @@ struct QuantizedLoad {
   const qs::PackedQuantized& packed;
   int64_t num_groups;
   int64_t row_bytes;  // of the longest row, as stored and as it is rounded
-  int64_t sub_scale_bytes;  // of a row
+  int64_t sub_scale_bytes;  // of a row, or its bytes of SuperScales
   std::atomic<bool> fits_half{true};
   std::atomic<double> exact{0.0}, wrong{0.0};
 
@@ -121,14 +121,15 @@ void add(std::atomic<double>& sum, double value) {
   }
 }
 
-// The contents of a slot: scales, zeros, the stored rows, quants, sub-block scales (null without),
-// and what conversions need.
+// The contents of a slot: scales, zeros, the stored rows, quants, sub-block scales (null without) or
+// the scales of super-blocks, and what conversions need.
 struct QuantizedPiece {
   float* scales;
   float* zeros;
   uint8_t* stored;
   uint8_t* quants;
   int8_t* sub_scales;
+  qs::SuperScales super;
   uint8_t* scratch;
 };
 
@@ -204,6 +205,22 @@ void adapt_row(const QuantizedLoad& load, const qs::PartForm& own, const qs::Qua
   }
 }
 
+// The scales of a row's super-blocks and groups, as the file has them.
+void take_super_scales(const QuantizedLoad& load, int kind, const uint8_t* blocks, int64_t row,
+                       const qs::SuperScales& out) {
+  const int64_t num_blocks = load.matrix.k / qs::kSuperInputs;
+  const int64_t groups = load.num_groups / num_blocks;
+  const int64_t block_bytes = qs::row_kind(kind)->block_bytes;
+  for (int64_t block = row * num_blocks; block < (row + 1) * num_blocks; ++block) {
+    const qs::SuperBlock held = qs::super_block(kind, blocks);
+    out.super_scales[block] = held.scale;
+    out.super_minimums[block] = held.minimum;
+    memcpy(out.scales + block * groups, held.scales, groups);
+    memcpy(out.minimums + block * groups, held.minimums, groups);
+    blocks += block_bytes;
+  }
+}
+
 void decode_piece(const QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piece,
                   qs::RowRange rows) {
   const int64_t k = load.matrix.k;
@@ -225,6 +242,9 @@ void decode_piece(const QuantizedLoad& load, qs::Pool* solo, const QuantizedPiec
       qs::decode_row(part, read, k, to);
     }
     adapt_row(load, own, to);
+    if (load.packed.super_bytes != 0) {
+      take_super_scales(load, part.kind, read, row, piece.super);
+    }
   };
   qs::for_each_row(load.matrix, rows, piece.stored, decode);
 }
@@ -254,7 +274,7 @@ qs::PackedQuantized panels_of(const qs::PackedQuantized& packed, qs::RowRange ro
 
 bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memory) {
   const int64_t k = load.matrix.k;
-  QuantizedPiece piece;
+  QuantizedPiece piece = {};
   piece.scales = reinterpret_cast<float*>(memory);
   piece.zeros = piece.scales + rows.count * load.num_groups;
   piece.stored = reinterpret_cast<uint8_t*>(piece.zeros + rows.count * load.num_groups);
@@ -262,6 +282,13 @@ bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t*
   piece.sub_scales = load.form.has_sub_scales != 0
                           ? reinterpret_cast<int8_t*>(piece.quants + rows.count * k)
                           : nullptr;
+  if (load.packed.super_bytes != 0) {  // k and the bytes of a row in blocks are even then
+    const int64_t num_blocks = rows.count * (k / qs::kSuperInputs);
+    piece.super.super_scales = reinterpret_cast<uint16_t*>(piece.quants + rows.count * k);
+    piece.super.super_minimums = piece.super.super_scales + num_blocks;
+    piece.super.scales = reinterpret_cast<int8_t*>(piece.super.super_minimums + num_blocks);
+    piece.super.minimums = piece.super.scales + rows.count * load.num_groups;
+  }
   const uintptr_t end = reinterpret_cast<uintptr_t>(piece.quants) +
                         rows.count * (k + load.sub_scale_bytes);
   piece.scratch = reinterpret_cast<uint8_t*>((end + 3) / 4 * 4);  // of floats, at times
@@ -278,8 +305,9 @@ bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t*
   }
   const qs::PackedQuantized view = panels_of(load.packed, rows);
   const float* zeros = load.form.has_zeros != 0 ? piece.zeros : nullptr;
+  qs::weight_populate(view.weights, view.num_panels * view.panel_bytes);
   load.context->kernels->pack_quantized(
-      solo, {piece.quants, piece.scales, zeros, piece.sub_scales, &view});
+      solo, {piece.quants, piece.scales, zeros, piece.sub_scales, &view, piece.super});
   return true;
 }
 
@@ -316,19 +344,36 @@ bool has_minimums(const qs_stored_matrix& matrix) {
   return found;
 }
 
+// Whether scales can be held as the files have them: all parts in the groups and the form of the
+// matrix, and no factor to multiply them with.
+bool has_super_scales(const qs_stored_matrix& matrix, int64_t group_size) {
+  if (!qs::takes_super_scales(matrix.k, group_size)) return false;
+  const bool minimums = has_minimums(matrix);
+  for (int index = 0; index < matrix.num_parts; ++index) {
+    const qs_file_rows& part = matrix.parts[index];
+    const qs::RowKind& kind = *qs::row_kind(part.kind);
+    if (!kind.has_super_scales || kind.has_minimums != minimums) return false;
+    if (kind.group_size != group_size || part.factor != 1.0) return false;
+  }
+  return true;
+}
+
 // Loads in one layout. QS_OUT_OF_RANGE where scales do not fit half of it.
 int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quantized_form& form,
                bool half_scales, qs_quantized* linear) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   linear->packed = qs::quantized_layout(
       {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, has_minimums(matrix),
-       half_scales, form.has_sub_scales != 0});
+       half_scales, form.has_sub_scales != 0, has_super_scales(matrix, group_size)});
   if (!qs::allocate_quantized(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
   qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));
   QuantizedLoad load = {context, matrix, form, linear->packed, matrix.k / group_size,
                         qs::longest_row_bytes(matrix),
                         form.has_sub_scales != 0 ? matrix.k / qs::kSubBlockInputs : 0};
+  if (linear->packed.super_bytes != 0) {
+    load.sub_scale_bytes = 2 * load.num_groups + matrix.k / qs::kSuperInputs * 4;
+  }
   int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float)) +
                     load.sub_scale_bytes;
   if (!load.is_quantized()) {

@@ -43,7 +43,7 @@ qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
   }
   return qs::quantized_layout({weight.bits, weight.n, weight.k, weight.group_size,
                                weight.zeros != nullptr, weight.has_minimums != 0, half_scales,
-                               weight.sub_scales != nullptr});
+                               weight.sub_scales != nullptr, false});
 }
 
 bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {
@@ -116,7 +116,7 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
   }
   context->kernels->pack_quantized(
       context->pool, {static_cast<const uint8_t*>(weight->quants), weight->scales, weight->zeros,
-                      weight->sub_scales, &linear->packed});
+                      weight->sub_scales, &linear->packed, {}});
   *out = linear;
   return QS_OK;
 }

@@ -49,6 +49,16 @@ void weight_spread(void* memory, size_t bytes, uint64_t nodes) {
 #endif
 }
 
+void weight_populate(void* memory, size_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+  const uintptr_t start = reinterpret_cast<uintptr_t>(memory) / kPage * kPage;
+  const uintptr_t end = round_up(reinterpret_cast<uintptr_t>(memory) + bytes, kPage);
+  madvise(reinterpret_cast<void*>(start), end - start, MADV_POPULATE_WRITE);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
 void weight_free(void* memory, size_t bytes) {
   if (memory != nullptr) munmap(memory, round_up(bytes, kPage));
 }

@@ -64,6 +64,10 @@ bool valid(const qs_packed_form& form) {
   if (form.bits == 0) return form.dtype >= QS_F32 && form.dtype <= QS_F16;
   if (!qs::valid_quantized_form(form.bits, form.n, form.k, form.group_size)) return false;
   if (form.has_minimums && !form.has_zeros) return false;
+  if (form.has_super_scales) {
+    return qs::takes_super_scales(form.k, form.group_size) && !form.has_sub_scales &&
+           !form.half_scales && form.has_zeros == form.has_minimums;
+  }
   return !form.has_sub_scales ||
          qs::takes_sub_scales(form.bits, form.k, form.group_size, form.has_zeros != 0);
 }
@@ -71,7 +75,7 @@ bool valid(const qs_packed_form& form) {
 qs::PackedQuantized layout_of(const qs_packed_form& form) {
   return qs::quantized_layout({form.bits, form.n, form.k, form.group_size, form.has_zeros != 0,
                                form.has_minimums != 0, form.half_scales != 0,
-                               form.has_sub_scales != 0});
+                               form.has_sub_scales != 0, form.has_super_scales != 0});
 }
 
 // Takes the parts of a weight from a file, one after another.
@@ -149,6 +153,7 @@ void qs_quantized_parts(const qs_quantized* linear, qs_packed_form* form, qs_pac
   form->half_scales = packed.half_scales;
   form->has_sub_scales = packed.has_sub_scales;
   form->has_minimums = packed.has_minimums;
+  form->has_super_scales = packed.super_bytes != 0;
   const int64_t floats = static_cast<int64_t>(linear->scale_bytes);
   *parts = {{packed.weights, packed.scales, packed.zeros, packed.bias},
             {static_cast<int64_t>(linear->weight_bytes), packed.scales != nullptr ? floats : 0,

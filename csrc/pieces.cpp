@@ -360,6 +360,23 @@ int64_t qs_skip_texts(const uint8_t* content, int64_t num_bytes, int64_t count, 
   return num_passed;
 }
 
+int64_t qs_join_texts(const uint8_t* content, int64_t num_bytes, int64_t count, uint8_t* out) {
+  int64_t at = 0, written = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t size = 0;
+    if (num_bytes - at < 8) return -1;
+    memcpy(&size, content + at, 8);
+    at += 8;
+    if (size > static_cast<uint64_t>(num_bytes - at)) return -1;
+    if (memchr(content + at, 0, size) != nullptr) return -1;
+    memcpy(out + written, content + at, size);
+    at += static_cast<int64_t>(size);
+    written += static_cast<int64_t>(size);
+    out[written++] = 0;
+  }
+  return written;
+}
+
 int qs_pieces_create(const qs_pieces_call* call, qs_pieces** out) {
   if (call->num_tokens < 0 || call->num_bytes < 0) return QS_INVALID;
   if (call->num_tokens == 0 || call->num_tokens > kMaxTokens) return QS_UNSUPPORTED_PIECES;

@@ -26,6 +26,10 @@ bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros) {
   return bits == 4 && !has_zeros && group_size < k && group_size % kPieceInputs == 0;
 }
 
+bool takes_super_scales(int64_t k, int64_t group_size) {
+  return k % kSuperInputs == 0 && (group_size == 16 || group_size == 32);
+}
+
 bool fits_half(float value) {
   const float magnitude = std::fabs(value);
   if (!(magnitude <= 65504.0f)) return false;
@@ -51,11 +55,13 @@ PackedQuantized quantized_layout(const QuantizedForm& form) {
     packed.group_size = round_up(form.k, kStepInputs * (form.bits == 4 ? 2 : 1));
     packed.group_bytes = packed.quant_bytes();
   } else {
-    packed.half_scales = form.half_scales;
+    packed.half_scales = form.half_scales && !form.has_super_scales;
+    const int64_t super_arrays = !form.has_super_scales ? 0 : form.has_zeros ? 2 : 1;
+    packed.super_bytes = super_arrays * kQuantizedPanel * static_cast<int64_t>(sizeof(uint16_t));
     const int64_t per_scale = packed.scale_bytes() * (packed.has_zeros ? 2 : 1);
     packed.group_bytes = packed.quant_bytes() + per_scale * kQuantizedPanel;
   }
-  packed.panel_bytes = packed.group_bytes * packed.num_groups;
+  packed.panel_bytes = packed.groups_bytes(packed.num_groups);
   return packed;
 }
 

@@ -13,12 +13,15 @@ struct QuantizedForm {
   bool has_minimums;  // in place of zeros
   bool half_scales;  // of groups; one scale per output is always f32
   bool has_sub_scales;
+  bool has_super_scales;  // in place of half_scales
 };
 
 // 4 or 8 bits; groups of a multiple of 16 inputs that divides k, or of all.
 bool valid_quantized_form(int bits, int64_t n, int64_t k, int64_t group_size);
 // Whether a valid form can have sub-block scales.
 bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros);
+// Whether a valid form can have the scales of super-blocks.
+bool takes_super_scales(int64_t k, int64_t group_size);
 // Whether f16 holds the value.
 bool fits_half(float value);
 // Without memory.

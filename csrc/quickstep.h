@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 23
+#define QS_ABI_VERSION 24
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -222,7 +222,8 @@ typedef struct qs_packed_form {
   int64_t group_size;  // of quants; k for one scale per output
   int16_t has_bias;
   int16_t has_zeros, half_scales, has_sub_scales;  // of quants
-  int32_t has_minimums;                            // in place of zeros
+  int16_t has_minimums;                            // in place of zeros
+  int16_t has_super_scales;  // of 256 inputs in f16, those of groups are bytes
 } qs_packed_form;
 #define QS_PACKED_PARTS 4
 typedef struct qs_packed_parts {
@@ -977,6 +978,10 @@ QS_API int qs_suffix_propose(const qs_suffix_call* call);
 // within the content, and where the last of these ends.
 QS_API int64_t qs_skip_texts(const uint8_t* content, int64_t num_bytes, int64_t count,
                              int64_t* end);
+// Copies `count` such texts to `out`, of num_bytes, each with a zero after it. The bytes written; -1
+// where a text contains a zero, or the content ends before the texts do.
+QS_API int64_t qs_join_texts(const uint8_t* content, int64_t num_bytes, int64_t count,
+                             uint8_t* out);
 
 // Tokenizing with the pieces of a GGUF file (quickstep/text/sentence_pieces.py). Any number of
 // threads may read a vocabulary at a time.

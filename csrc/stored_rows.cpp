@@ -25,16 +25,16 @@ constexpr RowKind kKinds[] = {
     {8, 0, false, 1, 1, false},             // I8, as scaled_rows.h has it
     {4, kSmall, false, kSmall, 18, false},  // Q4_0
     {8, kSmall, false, kSmall, 34, false},  // Q8_0
-    {4, 32, true, kSuper, 144, true, true},  // Q4_K
-    {8, 32, true, kSuper, 176, true, true},  // Q5_K
-    {8, 16, false, kSuper, 210, true},      // Q6_K
+    {4, 32, true, kSuper, 144, true, true, true},    // Q4_K
+    {8, 32, true, kSuper, 176, true, true, true},    // Q5_K
+    {8, 16, false, kSuper, 210, true, false, true},  // Q6_K
     {4, kSmall, true, kSmall, 20, false, true},  // Q4_1
     {8, kSmall, false, kSmall, 22, false},  // Q5_0
     {8, kSmall, true, kSmall, 24, false, true},  // Q5_1
-    {4, 16, true, kSuper, 84, true, true},  // Q2_K
-    {4, 16, false, kSuper, 110, true},      // Q3_K
+    {4, 16, true, kSuper, 84, true, true, true},     // Q2_K
+    {4, 16, false, kSuper, 110, true, false, true},  // Q3_K
     {8, kSmall, false, kSmall, 18, false},  // IQ4_NL
-    {8, kSmall, false, kSuper, 136, true},  // IQ4_XS
+    {8, kSmall, false, kSuper, 136, true, false, true},  // IQ4_XS
     {4, kSuper, false, kSuper, 54, false},  // TQ1_0
     {4, kSuper, false, kSuper, 66, false},  // TQ2_0
     {8, kSmall, false, kSmall, 17, true},   // MXFP4
@@ -71,15 +71,15 @@ void q8_0(const uint8_t* block, const QuantRow& out) {
   for (int i = 0; i < kSmall; ++i) out.quants[i] = block[2 + i] ^ 128;
 }
 
-// Weights `scale * quant + minimum` of a group.
-void with_minimum(int group, float scale, float minimum, const QuantRow& out) {
-  out.scales[group] = scale;
-  out.zeros[group] = minimum;
+// Weights `scale * quant + minimum`.
+void with_minimum(float scale, float minimum, const QuantRow& out) {
+  out.scales[0] = scale;
+  out.zeros[0] = minimum;
 }
 
 void q4_1(const uint8_t* block, const QuantRow& out) {
   nibbles(block + 4, 16, out.quants);
-  with_minimum(0, half_at(block), half_at(block + 2), out);
+  with_minimum(half_at(block), half_at(block + 2), out);
 }
 
 // Adds the fifth bits of a block's quants, 8 in each of 4 octets, and `offset`.
@@ -99,29 +99,92 @@ void q5_0(const uint8_t* block, const QuantRow& out) {
 void q5_1(const uint8_t* block, const QuantRow& out) {
   nibbles(block + 8, 16, out.quants);
   fifth_bits(block + 4, 0, out.quants);
-  with_minimum(0, half_at(block), half_at(block + 2), out);
+  with_minimum(half_at(block), half_at(block + 2), out);
 }
 
+uint16_t u16_at(const uint8_t* p) {
+  uint16_t value;
+  memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+constexpr uint16_t kSign = 0x8000;  // of f16
+
 // d, dmin, and 8 scales and minima of 6 bits each.
-void k_scales(const uint8_t* block, const QuantRow& out) {
-  const float d = half_at(block), least = half_at(block + 2);
+SuperBlock k_scales(const uint8_t* block) {
+  SuperBlock found = {};
+  found.scale = u16_at(block);
+  found.minimum = u16_at(block + 2) ^ kSign;
   const uint8_t* first = block + 4;
   const uint8_t* second = block + 8;
   const uint8_t* third = block + 12;
   for (int i = 0; i < 4; ++i) {
-    with_minimum(i, d * static_cast<float>(first[i] & 63),
-             -least * static_cast<float>(second[i] & 63), out);
+    found.scales[i] = static_cast<int8_t>(first[i] & 63);
+    found.minimums[i] = static_cast<int8_t>(second[i] & 63);
+    found.scales[4 + i] = static_cast<int8_t>((third[i] & 15) | (first[i] >> 6) << 4);
+    found.minimums[4 + i] = static_cast<int8_t>((third[i] >> 4) | (second[i] >> 6) << 4);
   }
-  for (int i = 0; i < 4; ++i) {
-    const int scale = (third[i] & 15) | (first[i] >> 6) << 4;
-    const int minimum = (third[i] >> 4) | (second[i] >> 6) << 4;
-    with_minimum(4 + i, d * static_cast<float>(scale), -least * static_cast<float>(minimum), out);
+  return found;
+}
+
+// 16 scales of 8 bits and d, at the end.
+SuperBlock q6_k_scales(const uint8_t* block) {
+  SuperBlock found = {};
+  found.scale = u16_at(block + 208);
+  memcpy(found.scales, block + 192, sizeof(found.scales));
+  return found;
+}
+
+// 16 scales and minima of 4 bits, quants, d and dmin.
+SuperBlock q2_k_scales(const uint8_t* block) {
+  SuperBlock found = {};
+  found.scale = u16_at(block + 80);
+  found.minimum = u16_at(block + 82) ^ kSign;
+  for (int group = 0; group < 16; ++group) {
+    found.scales[group] = static_cast<int8_t>(block[group] & 15);
+    found.minimums[group] = static_cast<int8_t>(block[group] >> 4);
+  }
+  return found;
+}
+
+// 16 scales of 6 bits and d, at the end.
+SuperBlock q3_k_scales(const uint8_t* block) {
+  SuperBlock found = {};
+  const uint8_t* packed = block + 96;
+  found.scale = u16_at(block + 108);
+  for (int group = 0; group < 16; ++group) {
+    const int low = group < 8 ? packed[group] & 15 : packed[group - 8] >> 4;
+    const int high = packed[8 + group % 4] >> (group / 4 * 2) & 3;
+    found.scales[group] = static_cast<int8_t>((low | high << 4) - 32);
+  }
+  return found;
+}
+
+// d, 8 scales of 6 bits: 2 high ones, then 4 low ones each.
+SuperBlock iq4_xs_scales(const uint8_t* block) {
+  SuperBlock found = {};
+  found.scale = u16_at(block);
+  for (int group = 0; group < 8; ++group) {
+    const int low = block[4 + group / 2] >> (group % 2 * 4) & 15;
+    const int high = block[2 + group / 4] >> (group % 4 * 2) & 3;
+    found.scales[group] = static_cast<int8_t>((low | high << 4) - 32);
+  }
+  return found;
+}
+
+// The products of a block's factors.
+void multiply_scales(const SuperBlock& block, int num_groups, bool has_minimums,
+                     const QuantRow& out) {
+  const float d = half_to_float(block.scale), least = half_to_float(block.minimum);
+  for (int group = 0; group < num_groups; ++group) {
+    out.scales[group] = d * static_cast<float>(block.scales[group]);
+    if (!has_minimums) continue;
+    out.zeros[group] = least * static_cast<float>(block.minimums[group]);
   }
 }
 
 void q4_k(const uint8_t* block, const QuantRow& out) {
   for (int i = 0; i < 4; ++i) nibbles(block + 16 + 32 * i, 32, out.quants + 64 * i);
-  k_scales(block, out);
 }
 
 void q5_k(const uint8_t* block, const QuantRow& out) {
@@ -130,7 +193,6 @@ void q5_k(const uint8_t* block, const QuantRow& out) {
     uint8_t* quants = out.quants + 32 * group;
     for (int i = 0; i < 32; ++i) quants[i] |= (block[16 + i] >> group & 1) << 4;
   }
-  k_scales(block, out);
 }
 
 void q6_k(const uint8_t* block, const QuantRow& out) {
@@ -147,37 +209,21 @@ void q6_k(const uint8_t* block, const QuantRow& out) {
       }
     }
   }
-  const float d = half_at(block + 208);
-  for (int group = 0; group < 16; ++group) {
-    out.scales[group] = d * static_cast<float>(static_cast<int8_t>(block[192 + group]));
-  }
 }
 
-// d and dmin after 16 scales and minima of 4 bits and quants of 2.
+// Quants of 2 bits.
 void q2_k(const uint8_t* block, const QuantRow& out) {
   for (int i = 0; i < kSuper; ++i) {
     out.quants[i] = block[16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
   }
-  const float d = half_at(block + 80), least = half_at(block + 82);
-  for (int group = 0; group < 16; ++group) {
-    with_minimum(group, d * static_cast<float>(block[group] & 15),
-             -least * static_cast<float>(block[group] >> 4), out);
-  }
 }
 
-// Third bits that count as -4 where they are 0, quants of 2 bits, 16 scales of 6 bits, d.
+// Third bits that count as -4 where they are 0, quants of 2 bits.
 void q3_k(const uint8_t* block, const QuantRow& out) {
   for (int i = 0; i < kSuper; ++i) {
     const int low = block[32 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
     const int high = block[i % 32] >> (i / 32) & 1;
     out.quants[i] = static_cast<uint8_t>(low + 4 * high + (8 - 4));
-  }
-  const uint8_t* packed = block + 96;
-  const float d = half_at(block + 108);
-  for (int group = 0; group < 16; ++group) {
-    const int low = group < 8 ? packed[group] & 15 : packed[group - 8] >> 4;
-    const int high = packed[8 + group % 4] >> (group / 4 * 2) & 3;
-    out.scales[group] = d * static_cast<float>((low | high << 4) - 32);
   }
 }
 
@@ -197,11 +243,7 @@ void iq4_nl(const uint8_t* block, const QuantRow& out) {
 }
 
 void iq4_xs(const uint8_t* block, const QuantRow& out) {
-  const float d = half_at(block);
   for (int group = 0; group < 8; ++group) {
-    const int low = block[4 + group / 2] >> (group % 2 * 4) & 15;
-    const int high = block[2 + group / 4] >> (group % 4 * 2) & 3;
-    out.scales[group] = d * static_cast<float>((low | high << 4) - 32);
     looked_up(block + 8 + 16 * group, kIq4Values, out.quants + kSmall * group);
   }
 }
@@ -387,6 +429,16 @@ float half_to_float(uint16_t half) {
   return value;
 }
 
+SuperBlock super_block(int kind, const uint8_t* block) {
+  switch (kind) {
+    case QS_ROWS_Q2_K: return q2_k_scales(block);
+    case QS_ROWS_Q3_K: return q3_k_scales(block);
+    case QS_ROWS_Q6_K: return q6_k_scales(block);
+    case QS_ROWS_IQ4_XS: return iq4_xs_scales(block);
+    default: return k_scales(block);
+  }
+}
+
 float stored_value(int kind, const uint8_t* row, int64_t index) {
   float value;
   if (kind == QS_ROWS_F32) {
@@ -473,6 +525,10 @@ void decode_row(const qs_file_rows& part, const uint8_t* row, int64_t k, const Q
       decode_grid_block(part.kind, part.levels, from, to);
     } else {
       kDecode[part.kind](from, to);
+    }
+    if (form.has_super_scales) {
+      multiply_scales(super_block(part.kind, from), static_cast<int>(groups), form.has_minimums,
+                      to);
     }
     const float factor = static_cast<float>(part.factor);
     for (int64_t group = 0; factor != 1.0f && group < groups; ++group) {

@@ -36,6 +36,13 @@ struct RowKind {
   int64_t block_inputs, block_bytes;
   bool wide_scales;
   bool has_minimums = false;  // in place of zeros
+  bool has_super_scales = false;  // scales are bytes times an f16 of the block
+};
+
+// The scales and minimums of a block of 256 inputs as such products: their factors.
+struct SuperBlock {
+  uint16_t scale, minimum;              // f16
+  int8_t scales[16], minimums[16];
 };
 
 // An element of a row of floating point.
@@ -71,6 +78,8 @@ void for_each_row(const qs_stored_matrix& matrix, RowRange rows, const uint8_t* 
   }
 }
 
+// Of a kind that has these.
+SuperBlock super_block(int kind, const uint8_t* block);
 // One row of a part in blocks.
 void decode_row(const qs_file_rows& part, const uint8_t* row, int64_t k, const QuantRow& out);
 // Reads `size` bytes; false if the file lacks them.

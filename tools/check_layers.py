@@ -164,6 +164,7 @@ LATE = {
     "model/loader.py": _TORCH,
     "model/quantize.py": _TORCH,
     "model/spec.py": _TORCH,
+    "ops/gpu_checks.py": "importlib.metadata takes 27 ms of each start, and GPUs need it",
     "ops/native/attention.py": _TORCH,
     "ops/native/backend.py": _TORCH,
     "ops/native/experts.py": _TORCH,

@@ -170,12 +170,18 @@ struct Problem {
 
 // A block of a panel: its quants a byte each, and what belongs to them.
 struct Block {
+  const uint8_t* begin;  // as it is stored
   const uint8_t* quants;
   int64_t group_stride;  // bytes from the quants of one group to the next
+  int64_t super_stride;  // bytes between super-blocks in addition
   const uint8_t* scales;  // of its first group
   int64_t first_group, num_groups;
   int64_t first_input, num_inputs;  // inputs of a group, or of the block within the one group
   Fetch fetch;
+
+  const uint8_t* quants_of(int64_t group) const {
+    return quants + group * group_stride + group * num_inputs / kSuperInputs * super_stride;
+  }
 };
 
 void unpack_quants(const uint8_t* from, int64_t num_inputs, uint8_t* unpacked) {
@@ -195,14 +201,15 @@ const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t index) {
   const PackedQuantized& packed = *problem.stored;
   const int64_t offset = packed.num_groups == 1
                              ? index * problem.block_inputs * kQuantizedPanel * packed.bits / 8
-                             : index * problem.block_groups * packed.group_bytes;
+                             : packed.groups_bytes(index * problem.block_groups);
   return static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes + offset;
 }
 
 Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* unpacked) {
   const PackedQuantized& packed = *problem.stored;
   Block block = {};
-  block.quants = block_at(problem, panel, index);
+  block.begin = block_at(problem, panel, index);
+  block.quants = block.begin + packed.super_bytes;
   if (packed.num_groups == 1) {
     block.num_groups = 1;
     block.first_input = index * problem.block_inputs;
@@ -215,6 +222,7 @@ Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t
     block.scales = block.quants + packed.quant_bytes();
   }
   block.group_stride = packed.group_bytes;
+  block.super_stride = packed.super_bytes;
   const int64_t bytes = block.num_inputs * kQuantizedPanel;
   if (packed.has_sub_scales) {
     const PackedQuantized& form = *problem.args->packed;
@@ -227,11 +235,11 @@ Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t
     block.scales = unpacked + form.quant_bytes();
   } else if (packed.bits == 4) {
     for (int64_t group = 0; group < block.num_groups; ++group) {
-      unpack_quants(block.quants + group * block.group_stride, block.num_inputs,
-                    unpacked + group * bytes);
+      unpack_quants(block.quants_of(group), block.num_inputs, unpacked + group * bytes);
     }
     block.quants = unpacked;
     block.group_stride = bytes;
+    block.super_stride = 0;
   } else if (packed.num_groups == 1 && block.num_inputs % kTileInputs != 0) {
     // The last tile reads beyond the panel, where activations are zero: not beyond the memory.
     memcpy(unpacked, block.quants, bytes);
@@ -274,13 +282,16 @@ struct GroupSums {
 // c); of 4 bits the same without x_scale: part = fma(dot - zero * sum, scale, part), and after the
 // last group that shares x_scale c = fma(part, x_scale, c). Minimums are added there as well.
 template <int Bits, int Vectors, typename Scale, Offset Kind>
-void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales, const int32_t* dots,
-               float* part, bool first, bool last, float* c) {
+void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales,
+               const f16* super_scales, const int32_t* dots, float* part, bool first, bool last,
+               float* c) {
   vf scale[Vectors], zero[Vectors];
 #pragma GCC unroll 4
   for (int v = 0; v < Vectors; ++v) {
-    scale[v] = load(scales + v * W);
-    zero[v] = Kind != kMiddle ? load(scales + kQuantizedPanel + v * W) : vf{};
+    scale[v] = group_scales(scales + v * W, super_scales + v * W);
+    zero[v] = Kind != kMiddle ? group_scales(scales + kQuantizedPanel + v * W,
+                                             super_scales + kQuantizedPanel + v * W)
+                              : vf{};
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     const vf x_scale = set1(bit_cast<float>(factors[row]));
@@ -322,13 +333,15 @@ void scale_sums(const QuantizedLinearArgs& args, const Block& block, Range rows,
   const int64_t index = done / S::kPasses, pass = done % S::kPasses;
   const int64_t shared = packed.shared_groups(), group = block.first_group + index;
   const bool first = index % shared == 0, last = (index + 1) % shared == 0;
-  const Scale* scales = reinterpret_cast<const Scale*>(block.scales + index * packed.group_bytes);
+  const Scale* scales = reinterpret_cast<const Scale*>(block.scales + packed.groups_bytes(index));
+  const f16* super_scales = reinterpret_cast<const f16*>(
+      block.begin + (packed.super_bytes != 0 ? packed.super_offset(index) : 0));
   for (int64_t begin = 0; begin < rows.size(); begin += kTileRows) {
     const int64_t num_rows = min_of(kTileRows, rows.size() - begin);
     const int32_t* factors =
         args.rows.factors + 2 * ((rows.begin + begin) * packed.num_groups + group * num_rows);
     add_group<Bits, S::kVectors, Scale, Kind>(
-        factors, num_rows, scales + pass * S::kOutputs,
+        factors, num_rows, scales + pass * S::kOutputs, super_scales + pass * S::kOutputs,
         sums.dots[done % 2] + begin * S::kOutputs, sums.part[pass] + begin * S::kOutputs, first,
         last, c + begin * kQuantizedPanel + pass * S::kOutputs);
   }
@@ -346,8 +359,7 @@ void run_groups(const QuantizedLinearArgs& args, const Block& block, int64_t ste
   for (int64_t i = 0; i < num_sums; ++i) {
     const int64_t group = i / S::kPasses, pass = i % S::kPasses;
     const int64_t input = block.first_input + group * size;
-    const uint8_t* quants =
-        block.quants + group * block.group_stride + pass * S::kOutputs * kStepInputs;
+    const uint8_t* quants = block.quants_of(group) + pass * S::kOutputs * kStepInputs;
     zero_sums();
     for (int64_t k = 0; k < size; k += step_inputs) {
       const Rows x = rows_at(args.rows, rows, input + k);
@@ -380,7 +392,11 @@ void run_tile(const Problem& problem, const Block& block, Range rows, int32_t* c
         args, block, problem.step_inputs, rows, reinterpret_cast<float*>(c));
   };
   const auto run_scales = [&](auto offset) {
-    packed.half_scales ? run(f16{}, offset) : run(float{}, offset);
+    if (packed.super_bytes != 0) {
+      run(int8_t{}, offset);
+    } else {
+      packed.half_scales ? run(f16{}, offset) : run(float{}, offset);
+    }
   };
   if (packed.has_minimums) {
     run_scales(OffsetKind<kMinimums>{});

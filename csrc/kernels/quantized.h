@@ -15,6 +15,13 @@
 // weight is scale * quant + minimum. Scales, zeros and minimums of groups are f16 where that loses
 // nothing, else f32.
 //
+// Those of K types are products of two, and are held as two: a group has bytes, and 256 inputs have
+// super-block scales in f16, which precede their groups. A scale is (its super-block's scale) * byte,
+// a minimum likewise; both are exact in f32, so nothing that reads them differs from f32.
+//
+//   super-block   super-scales [64] | super-minimums [64] (if any) | its 8 or 16 groups:
+//   group         steps | scales [64] | minimums [64] (if any), a signed byte each
+//
 // Quants of 4 bits may have sub-block scales: 16 inputs each, odd, from -15 to 15, held as (m + 15)
 // / 2. They precede the quants that they belong to, 32 inputs at a time:
 //
@@ -39,6 +46,10 @@ constexpr int64_t kPieceInputs = 2 * kSubBlockInputs;
 constexpr int64_t kPieceBytes = kQuantizedPanel + kPieceInputs / 2 * kQuantizedPanel;
 constexpr int kLargestSubScale = 15;
 constexpr float kSubScaleUnit = 16.0f;
+constexpr int64_t kSuperInputs = 256;
+
+// From so many tiles of rows on the scales of groups are multiplied once for all of them.
+constexpr int64_t kUnpackedTiles = 4;
 
 // From so many rows on quants with sub-block scales are unpacked once for all rows.
 constexpr int64_t kUnpackedRows = 13;
@@ -56,6 +67,7 @@ struct PackedQuantized {
   bool has_minimums;    // in place of zeros
   bool has_sub_scales;  // with them a group is complete pieces
   bool scaled_up;       // scales are held times kSubScaleUnit
+  int64_t super_bytes;  // of a super-block's own scales and minimums; 0 without super-blocks
   void* weights;
   float* scales;  // one group: [num_panels * 64]
   float* zeros;   // or minimums; one group, null for symmetric
@@ -68,7 +80,18 @@ struct PackedQuantized {
   }
   // What is multiplied with scales as they are held.
   float scale_unit() const { return scaled_up ? 1.0f / kSubScaleUnit : 1.0f; }
-  int64_t scale_bytes() const { return half_scales ? 2 : 4; }
+  int64_t scale_bytes() const { return super_bytes != 0 ? 1 : half_scales ? 2 : 4; }
+  // Of so many groups from the first of a panel on, or of a super-block, if they are complete ones.
+  int64_t groups_bytes(int64_t count) const {
+    return count * group_bytes + count * group_size / kSuperInputs * super_bytes;
+  }
+  // From the beginning of a panel, or of a block of its groups, to the quants of a group.
+  int64_t group_offset(int64_t group) const { return groups_bytes(group) + super_bytes; }
+  // To the scales of the super-block that a group belongs to.
+  int64_t super_offset(int64_t group) const {
+    return groups_bytes(group - group % super_groups());
+  }
+  int64_t super_groups() const { return kSuperInputs / group_size; }
   // What zeros are held less.
   float middle() const { return has_minimums ? 0.0f : static_cast<float>(1 << (bits - 1)); }
 
@@ -81,13 +104,16 @@ struct PackedQuantized {
   }
 };
 
-// The layout of a weight with sub-block scales once they are multiplied in: 8 bits, without memory.
+// The layout of a weight once its scales are multiplied: those of sub-blocks with quants, to 8 bits;
+// those of super-blocks with the scales and minimums of groups, to f32. Without memory.
 inline PackedQuantized unpacked_form(const PackedQuantized& packed) {
   PackedQuantized unpacked = packed;
-  unpacked.bits = 8;
+  if (packed.has_sub_scales) unpacked.bits = 8;
   unpacked.has_sub_scales = false;
+  unpacked.super_bytes = 0;
   unpacked.weights = nullptr;
-  unpacked.group_bytes = unpacked.quant_bytes() + packed.scale_bytes() * kQuantizedPanel;
+  const int64_t per_scale = unpacked.scale_bytes() * (packed.has_zeros ? 2 : 1);
+  unpacked.group_bytes = unpacked.quant_bytes() + per_scale * kQuantizedPanel;
   unpacked.panel_bytes = unpacked.group_bytes * packed.num_groups;
   return unpacked;
 }
@@ -122,12 +148,21 @@ struct QuantizeArgs {
   int8_t* sub_scales;  // [n, k / 16], or null: quants without
 };
 
+// The scales and minimums of super-blocks and of their groups.
+struct SuperScales {
+  int8_t* scales;            // [n, num_groups]
+  int8_t* minimums;          // the same
+  uint16_t* super_scales;    // [n, k / 256] f16
+  uint16_t* super_minimums;  // the same
+};
+
 struct PackQuantizedArgs {
   const uint8_t* quants;  // [n, k]
   const float* scales;   // [n, num_groups]
   const float* zeros;    // [n, num_groups] or null; minimums if the layout has these
   const int8_t* sub_scales;  // [n, k / 16] or null
   const PackedQuantized* packed;
+  SuperScales super;  // in place of `scales` and `zeros`, if the layout has super-blocks
 };
 
 struct QuantizedLinearArgs {

@@ -140,6 +140,16 @@ struct Dot {
 // What the quants of a group are about: the middle quant, its zero, or 0 with a minimum.
 enum Offset { kMiddle, kZeros, kMinimums };
 
+// The scales of W outputs, or their minimums: as they are held, or bytes times those of their
+// super-block. Both factors have few bits, so that their product is exact.
+template <typename Scale>
+QS_INLINE vf group_scales(const Scale* scales, const f16*) {
+  return load(scales);
+}
+QS_INLINE vf group_scales(const int8_t* scales, const f16* super_scales) {
+  return load(scales) * load(super_scales);
+}
+
 // sum += value x factor, where both fit 16 bits, as the sum of 16 products of 4 bits does. `narrow`
 // is applied to the factor before: pairs of 16 bits are multiplied, and its upper half by a sign.
 #if defined(__AVX2__)

@@ -4,7 +4,8 @@
 // magnitude / 127, quants rounded half to even. Then tiles as in linear.cpp: sums within a group
 // are integers, exact in any order; groups are added in ascending order. So a row's bits are its
 // own. A weight with sub-block scales is one of 8 bits to all of this: a block of a panel is
-// unpacked for the tiles of a chunk. Few rows have tiles of their own (quantized_direct.h).
+// unpacked for the tiles of a chunk. Few rows have tiles of their own (quantized_direct.h). In the
+// same way scales of super-blocks are multiplied once for several tiles, and in registers for few.
 //
 //   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as needed)
 //     for each block of inputs         quants of a panel: <= 128 KiB, stay in L2 over the tiles
@@ -35,14 +36,15 @@ constexpr int64_t kLongBlockInputs = 2048;
 constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
 static_assert(kDirectRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
-// Quants of a block and the scales of its groups, the smallest of which have a piece.
+// Quants of a block and the scales of its groups: of 16 inputs, or of 32 with a minimum.
 constexpr int64_t kUnpackedBytes =
-    kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kPieceInputs * kQuantizedPanel * 4;
+    kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kSubBlockInputs * kQuantizedPanel * 4;
 
 struct Problem {
   const QuantizedLinearArgs* args;  // with the form that products see
   const PackedQuantized* stored;    // and the one that memory has
   bool direct;                      // quants with sub-block scales are read in place
+  bool unpacks;                     // from the form that memory has to the other
   int64_t num_tiles;    // of rows
   int64_t num_chunks;   // of tiles
   int64_t num_ranges;
@@ -59,7 +61,7 @@ struct Sweep {
   Range panels;
   Range tiles;
   int64_t block;
-  uint8_t* unpacked;   // memory for unpacked quants with sub-block scales
+  uint8_t* unpacked;   // memory for a block in the form that products see
   const char* next;  // the block to fetch: what this thread will probably read then
 };
 
@@ -84,7 +86,7 @@ QS_INLINE int64_t block_offset(const Problem& problem, int64_t block) {
   const PackedQuantized& packed = *problem.stored;
   return packed.num_groups == 1
              ? block * problem.block_inputs * kQuantizedPanel * packed.bits / 8
-             : block * problem.block_groups * packed.group_bytes;
+             : packed.groups_bytes(block * problem.block_groups);
 }
 
 QS_INLINE const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t block) {
@@ -108,6 +110,8 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
       single ? min_of(problem.block_inputs, packed.group_size - first_input) : packed.group_size;
   args.num_groups = min_of(problem.block_groups, packed.num_groups - first_group);
   args.shared_groups = packed.shared_groups();
+  args.super_groups = packed.super_bytes != 0 ? packed.super_groups() : 0;
+  args.super_bytes = packed.super_bytes;
   args.first = sweep.block == 0;
   return args;
 }
@@ -120,10 +124,11 @@ QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t til
   const int64_t shares = sweep.tiles.size();
   const int64_t bytes =
       packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.bits / 8
-                             : args.num_groups * packed.group_bytes;
+                             : packed.groups_bytes(args.num_groups);
   args.fetch = sweep.next + tile * (bytes / shares);
   args.fetch_lines = static_cast<int>(div_up(kStepBytes / kCacheLine, shares));
-  args.fetch_scales = (packed.group_bytes - packed.quant_bytes()) / shares;
+  const int64_t super_part = packed.super_bytes * packed.group_size / kSuperInputs;
+  args.fetch_scales = (packed.group_bytes + super_part - packed.quant_bytes()) / shares;
   args.fetch_stride = kStepBytes / shares;
   if (!packed.has_sub_scales) return;
   if (problem.direct) {
@@ -153,8 +158,11 @@ void unpack_block(const Problem& problem, const Sweep& sweep, int64_t num_groups
   const uint8_t* from = block_at(problem, sweep.panels.begin, sweep.block);
   uint8_t* to = sweep.unpacked;
   for (int64_t group = 0; group < num_groups; ++group) {
-    unpack_group(stored, from, to);
-    from += stored.group_bytes;
+    if (stored.has_sub_scales) {
+      unpack_group(stored, from + stored.group_offset(group), to);
+    } else {
+      unpack_scales(stored, from, group, to);
+    }
     to += problem.args->packed->group_bytes;
   }
 }
@@ -163,7 +171,7 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
   const PackedQuantized& packed = *problem.args->packed;
   const QuantizedRows& x = problem.args->rows;
   QuantizedTileArgs args = sweep_args(problem, sweep);
-  if (problem.stored->has_sub_scales && !problem.direct) {
+  if (problem.unpacks) {
     unpack_block(problem, sweep, args.num_groups);
     args.w = sweep.unpacked;
   }
@@ -276,7 +284,7 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
 
 void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const PackedQuantized& stored = *call.packed;
-  const PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
+  PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
   QuantizedLinearArgs args = call;
   args.packed = &packed;
   if (runs_on_tiles(args)) {
@@ -291,6 +299,11 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
       problem.direct ? kDirectRows : max_quantized_rows(packed, args.num_tokens);
   const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
+  problem.unpacks = stored.has_sub_scales && !problem.direct;
+  if (stored.super_bytes != 0 && problem.num_tiles >= kUnpackedTiles) {
+    packed = unpacked_form(stored);
+    problem.unpacks = true;
+  }
   problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);
   quantize_rows(pool, args, problem.num_tiles);
@@ -300,7 +313,10 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
                         : problem.direct ? max_direct_panels(rows)
                                          : max_quantized_panels(rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
-  set_blocks(packed, block_inputs(packed, problem.num_tiles), problem);
+  // A copy of a block is written and read once more than the block itself: a short one stays near.
+  const bool copies = problem.unpacks && stored.super_bytes != 0;
+  const int64_t inputs = copies ? kAheadInputs : block_inputs(packed, problem.num_tiles);
+  set_blocks(packed, inputs, problem);
   // A multiple of the thread count, so that equal threads end together.
   const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
   problem.num_ranges =

@@ -17,7 +17,7 @@ QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
     within %= kPieceInputs;
   }
   const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
-  return group * packed.group_bytes + pieces + step * kStepBytes + within % kStepInputs;
+  return packed.group_offset(group) + pieces + step * kStepBytes + within % kStepInputs;
 }
 
 QS_INLINE uint8_t* panel_of(const PackedQuantized& packed, int64_t output) {
@@ -41,6 +41,23 @@ void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t gr
   }
 }
 
+void pack_super_scales(const PackQuantizedArgs& args, int64_t output) {
+  const PackedQuantized& packed = *args.packed;
+  uint8_t* panel = panel_of(packed, output);
+  const int64_t lane = output % kQuantizedPanel, super_groups = packed.super_groups();
+  for (int64_t group = 0; group < packed.num_groups; ++group) {
+    const int64_t from = output * packed.num_groups + group;
+    uint8_t* at = panel + packed.group_offset(group) + packed.quant_bytes() + lane;
+    *at = static_cast<uint8_t>(args.super.scales[from]);
+    if (packed.has_zeros) at[kQuantizedPanel] = static_cast<uint8_t>(args.super.minimums[from]);
+    if (group % super_groups != 0) continue;
+    const int64_t block = from / super_groups;
+    uint16_t* held = reinterpret_cast<uint16_t*>(panel + packed.super_offset(group)) + lane;
+    *held = args.super.super_scales[block];
+    if (packed.has_zeros) held[kQuantizedPanel] = args.super.super_minimums[block];
+  }
+}
+
 // Stores 16 quants of one output, all of one group, from the place of the first on.
 QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
   uint32_t steps[kSegment / kStepInputs];
@@ -55,14 +72,16 @@ QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
   }
 }
 
-// Quants of inputs [begin, end) of one output; `begin` is a multiple of 16.
-QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs inputs) {
+// Quants of inputs [begin, end) of one output, whose segments of 16 are at these offsets; `begin`
+// is a multiple of 16.
+QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs inputs,
+                           const int64_t* offsets) {
   const PackedQuantized& packed = *args.packed;
   uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel * kStepInputs;
   const uint8_t* quants = args.quants + output * packed.k;
   int64_t k = inputs.begin;
   for (; k + kSegment <= inputs.end; k += kSegment) {
-    pack_segment(quants + k, packed.bits, column + quant_offset(packed, k));
+    pack_segment(quants + k, packed.bits, column + *offsets++);
   }
   if (k == inputs.end) return;
   uint8_t rest[kSegment] = {};
@@ -82,6 +101,10 @@ void pack_scales(const PackQuantizedArgs& args, int64_t output) {
     packed.scales[output] = args.scales[output];
     if (packed.zeros == nullptr) return;
     packed.zeros[output] = args.zeros[output] - packed.middle();
+    return;
+  }
+  if (packed.super_bytes != 0) {
+    pack_super_scales(args, output);
     return;
   }
   for (int64_t group = 0; group < packed.num_groups; ++group) {
@@ -116,7 +139,13 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
   const int64_t last = min_of(args.packed->n, first + kQuantizedPanel);
   for (int64_t k = 0; k < args.packed->k; k += kAtOnce) {
     const Inputs inputs = {k, min_of(args.packed->k, k + kAtOnce)};
-    for (int64_t output = first; output < last; ++output) pack_quants(args, output, inputs);
+    int64_t offsets[kAtOnce / kSegment];  // the same for all outputs, and not cheap
+    for (int64_t i = 0; i < kAtOnce; i += kSegment) {
+      offsets[i / kSegment] = quant_offset(*args.packed, min_of(k + i, args.packed->k - 1));
+    }
+    for (int64_t output = first; output < last; ++output) {
+      pack_quants(args, output, inputs, offsets);
+    }
   }
   for (int64_t output = first; output < last; ++output) {
     pack_scales(args, output);
@@ -135,17 +164,30 @@ QS_INLINE Scaling group_scaling(const PackedQuantized& packed, const uint8_t* at
   return {load_n(scales, 1)[0], zero};
 }
 
+QS_INLINE Scaling super_scaling(const PackedQuantized& packed, const uint8_t* panel,
+                                int64_t group, int64_t lane) {
+  const int8_t* scales = reinterpret_cast<const int8_t*>(panel) + packed.group_offset(group) +
+                         packed.quant_bytes() + lane;
+  const f16* super = reinterpret_cast<const f16*>(panel + packed.super_offset(group)) + lane;
+  Scaling found = {load_n(super, 1)[0] * static_cast<float>(scales[0]), 0.0f};
+  if (packed.has_zeros) {
+    found.zero = load_n(super + kQuantizedPanel, 1)[0] *
+                 static_cast<float>(scales[kQuantizedPanel]);
+  }
+  return found;
+}
+
 QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int64_t group) {
   Scaling found;
   if (packed.num_groups == 1) {
     found = {packed.scales[output], packed.zeros == nullptr ? 0.0f : packed.zeros[output]};
   } else {
-    const uint8_t* at = static_cast<const uint8_t*>(packed.weights) +
-                        output / kQuantizedPanel * packed.panel_bytes +
-                        group * packed.group_bytes + packed.quant_bytes();
+    const uint8_t* panel = panel_of(packed, output);
+    const uint8_t* at = panel + packed.group_offset(group) + packed.quant_bytes();
     const int64_t lane = output % kQuantizedPanel;
-    found = packed.half_scales ? group_scaling<f16>(packed, at, lane)
-                               : group_scaling<float>(packed, at, lane);
+    found = packed.super_bytes != 0 ? super_scaling(packed, panel, group, lane)
+            : packed.half_scales    ? group_scaling<f16>(packed, at, lane)
+                                    : group_scaling<float>(packed, at, lane);
     found.scale *= packed.scale_unit();
   }
   found.zero += packed.middle();

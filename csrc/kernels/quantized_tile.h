@@ -10,6 +10,8 @@
 // Sums are exact, so their order is free; every level computes the same integers.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/quantized_dot.h"
 
 namespace qs::QS_LEVEL {
@@ -69,6 +71,8 @@ struct QuantizedTileArgs {
   int64_t num_inputs;      // of a group, or of the block within the one group; padded
   int64_t num_groups;      // of the block
   int64_t shared_groups;   // groups with one scale of activations, in a row
+  int64_t super_groups;    // groups of a super-block, a power of two
+  int64_t super_bytes;     // of its own scales, which precede them
   bool first;              // the first block: c is written, afterwards added to
   void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
   const char* fetch;       // what to bring into L2 meanwhile
@@ -210,11 +214,11 @@ void run_single(const QuantizedTileArgs& call) {
 // some groups share an x_scale: part = fma(dot - zero * sum, w_scale, part) over those, from 0, and
 // then c = fma(part, x_scale, c): one operation a group less on the units that multiply. With
 // minimums the dot is that of the quants themselves, and after it minimum * sum is added to part, or
-// minimum * (sum * x_scale) to c.
+// minimum * (sum * x_scale) to c. Scales that are bytes have factors per super-block.
 template <int Bits, int R, int S, typename Scale, Offset Kind>
 void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
-  constexpr bool kShares = Bits == 4;
+  constexpr bool kShares = Bits == 4, kSuper = std::is_same_v<Scale, int8_t>;
   const QuantizedTileArgs args = call;  // a copy, which no store can change
   // Local, so that the compiler keeps as many as fit in registers next to the integer sums.
   vf held[R][S * V] = {};
@@ -226,6 +230,7 @@ void run_groups(const QuantizedTileArgs& call) {
     }
   }
   const uint8_t* w = args.w;
+  const uint8_t* super = w;  // the scales of the super-block, in the first panel
   const int8_t* x = args.x;
   const int32_t* factors = args.factors;
   const char* fetch = args.fetch;
@@ -233,6 +238,10 @@ void run_groups(const QuantizedTileArgs& call) {
   for (int64_t first = 0; first < args.num_groups; first += shared) {
     vf part[kShares ? R : 1][kShares ? S * V : 1] = {};
     for (int64_t i = 0; i < shared; ++i) {
+      if (kSuper && ((first + i) & (args.super_groups - 1)) == 0) {
+        super = w - args.part_outputs * kStepInputs;
+        w += args.super_bytes;
+      }
       QuantizedTile<Bits, R, S> tile;
       const int32_t* corrections = factors + R;
 #pragma GCC unroll 8
@@ -244,15 +253,20 @@ void run_groups(const QuantizedTileArgs& call) {
       }
       tile.run(w, x, fetch, args);
       constexpr int kLines = QuantizedTile<Bits, R, S>::kLines;
-      if constexpr (kLines > 0) tile.template bring<(kLines < 2 ? 1 : 2)>(fetch, args.panel_bytes);
+      constexpr int kScaleLines = kLines < 2 ? kLines : kSuper ? 3 : 2;
+      tile.template bring<kScaleLines>(fetch, args.panel_bytes);
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) {
         const Scale* scales =
             reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
                                            v / V * args.panel_bytes) +
             args.part_outputs + v % V * W;
-        const vf scale = load(scales);
-        const vf zero = Kind != kMiddle ? load(scales + kQuantizedPanel) : vf{};
+        const f16* factor = reinterpret_cast<const f16*>(super + v / V * args.panel_bytes) +
+                            args.part_outputs + v % V * W;
+        const vf scale = group_scales(scales, factor);
+        const vf zero = Kind != kMiddle
+                            ? group_scales(scales + kQuantizedPanel, factor + kQuantizedPanel)
+                            : vf{};
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           vf dot = __builtin_convertvector(tile.sum[r][v], vf);
@@ -297,6 +311,8 @@ enum QuantizedForm {
   kZerosF16,
   kMinimumsF32,
   kMinimumsF16,
+  kGroupsSuper,
+  kMinimumsSuper,
   kNumForms
 };
 
@@ -313,6 +329,8 @@ struct QuantizedTileTable {
     entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kZeros>;
     entries[kMinimumsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMinimums>;
     entries[kMinimumsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMinimums>;
+    entries[kGroupsSuper][R - 1][S - 1] = run_groups<Bits, R, S, int8_t, kMiddle>;
+    entries[kMinimumsSuper][R - 1][S - 1] = run_groups<Bits, R, S, int8_t, kMinimums>;
     if constexpr (S < max_quantized_panels(R)) {
       fill<R, S + 1>();
     } else if constexpr (R < kQuantizedRows) {
@@ -326,7 +344,9 @@ QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows
   static constexpr QuantizedTileTable<4> four;
   static constexpr QuantizedTileTable<8> eight;
   int form = kSingle;
-  if (packed.num_groups > 1) {
+  if (packed.super_bytes != 0) {
+    form = packed.has_minimums ? kMinimumsSuper : kGroupsSuper;
+  } else if (packed.num_groups > 1) {
     form = packed.has_minimums ? kMinimumsF32 : packed.has_zeros ? kZerosF32 : kGroupsF32;
     form += packed.half_scales ? 1 : 0;
   }

@@ -79,4 +79,17 @@ QS_INLINE void unpack_group(const PackedQuantized& packed, const uint8_t* from, 
   memcpy(to, from, packed.scale_bytes() * kQuantizedPanel);
 }
 
+// A group of a block of a panel with super-blocks, with its scales in f32.
+QS_INLINE void unpack_scales(const PackedQuantized& packed, const uint8_t* block, int64_t group,
+                             uint8_t* to) {
+  const uint8_t* from = block + packed.group_offset(group);
+  const int8_t* scales = reinterpret_cast<const int8_t*>(from + packed.quant_bytes());
+  const f16* super_scales = reinterpret_cast<const f16*>(block + packed.super_offset(group));
+  memcpy(to, from, packed.quant_bytes());
+  float* unpacked = reinterpret_cast<float*>(to + packed.quant_bytes());
+  for (int64_t i = 0; i < (packed.has_zeros ? 2 : 1) * kQuantizedPanel; i += W) {
+    store(unpacked + i, group_scales(scales + i, super_scales + i));
+  }
+}
+
 }  // namespace qs::QS_LEVEL

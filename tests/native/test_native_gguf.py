@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import gguf
 import numpy as np
@@ -10,11 +12,16 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import OTHER_SCALES, SCALES_AT, meaning, paired, random_blocks
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from quickstep.model.formats.gguf_blocks import decode_blocks
+from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.model.formats.quantized_reader import stack_matrices
-from quickstep.ops.native.backend import load_native
-from quickstep.ops.table import OpTable
+from quickstep.model.quantization import MatrixFormat, common_form
+from quickstep.ops.native.backend import load_native, native_status
+from quickstep.ops.table import ExpertWeights, OpTable, Routing
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
 OUTPUTS, INPUTS, HEAD = 96, 512, 16
@@ -31,18 +38,27 @@ STACKS = [
     ("IQ2_XXS", "IQ2_XS", "Q4_K"),
     ("IQ1_M", "IQ1_S", "IQ3_XXS"),
     ("NVFP4", "IQ2_S"),
+    ("Q5_K", "Q4_K"),
+    ("Q3_K", "Q6_K"),
 ]
+K_TYPES = {"Q4_K": 148, "Q5_K": 276, "Q6_K": 274, "Q2_K": 164, "Q3_K": 146, "IQ4_XS": 266}
+LEVELS = native_status().levels
 
 
 KINDS_CONVERTED = [("Q4_K", "F16"), ("F32", "Q8_0", "BF16"), ("F32",), ("F16",)]
 KINDS_CONVERTED += [("IQ3_S", "F32", "IQ1_M"), ("NVFP4", "IQ2_XXS", "F16")]
 
 
-@pytest.fixture(scope="module")
-def table() -> OpTable:
-    found = load_native(2)
+@cache
+def native(level: str | None = None) -> OpTable:
+    found = load_native(2, level)
     assert found is not None
     return found
+
+
+@pytest.fixture(scope="module")
+def table() -> OpTable:
+    return native()
 
 
 def a_part(
@@ -112,6 +128,95 @@ def test_blocks_of_float16_scales_and_minimums_take_the_bytes_of_the_file(
     assert torch.equal(held, meaning(kind, rows))
 
 
+@pytest.mark.parametrize("kind", K_TYPES)
+def test_scales_of_k_types_take_a_byte_and_an_f16_of_256_inputs(
+    table: OpTable, tmp_path: Path, kind: str
+) -> None:
+    outputs = 128  # complete panels
+    (tmp_path / "f").write_bytes(random_blocks(Kind[kind], outputs, INPUTS, seed=5).tobytes())
+    assert table.load_linear is not None
+    part = StoredRows(tmp_path / "f", 0, outputs, kind)
+    loaded = table.load_linear(StoredMatrix(kind, (part,), INPUTS), None)
+    assert loaded.nbytes == outputs * INPUTS // 256 * K_TYPES[kind]
+    assert planned(kind).num_bytes((outputs, INPUTS)) == loaded.nbytes
+    # a factor of the scales has no place there
+    scaled = StoredMatrix(kind, (replace(part, factor=0.75),), INPUTS)
+    assert table.load_linear(scaled, None).nbytes > loaded.nbytes
+
+
+def planned(kind: str) -> MatrixFormat:
+    held = BLOCK_KINDS[kind]
+    return MatrixFormat(
+        held.bits,
+        held.group_size,
+        held.has_zeros,
+        held.wide_scales,
+        has_minimums=held.has_minimums,
+        has_super_scales=held.has_super_scales,
+    )
+
+
+@given(
+    st.sampled_from([*K_TYPES]),
+    st.sampled_from([*range(1, 15), 24, 33, 97, 131]),
+    st.sampled_from([256, 512, 1280, 2304]),
+    st.sampled_from([1, 64, 65, 200, 321]),
+)
+def test_products_of_k_types_have_the_bits_of_scales_in_float32(
+    kind: str, num_tokens: int, inputs: int, outputs: int
+) -> None:
+    rows = random_blocks(Kind[kind], outputs, inputs, seed=num_tokens)
+    blocks = torch.from_numpy(rows).reshape(outputs * inputs // 256, -1)
+    x = torch.randn((num_tokens, inputs), generator=torch.Generator().manual_seed(outputs))
+    with NamedTemporaryFile() as file:
+        file.write(rows.tobytes())
+        file.flush()
+        part = StoredRows(Path(file.name), 0, outputs, kind)
+        for ops in map(native, LEVELS):
+            assert ops.load_linear is not None
+            loaded = ops.load_linear(StoredMatrix(kind, (part,), inputs), None)
+            wide = ops.pack_quantized(decode_blocks(kind, blocks, (outputs, inputs)), None)
+            assert loaded.nbytes < wide.nbytes
+            assert torch.equal(ops.linear(x, loaded), ops.linear(x, wide))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "f").write_bytes(random_blocks(Kind[kind], OUTPUTS, INPUTS, seed=6).tobytes())
+    part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind)
+    assert table.load_linear is not None and table.packed_files is not None
+    loaded = table.load_linear(StoredMatrix(kind, (part,), INPUTS), None)
+    form = table.packed_files.form(loaded)
+    (weights,) = table.packed_files.parts(loaded)
+    (tmp_path / "packed").write_bytes(weights)
+    with (tmp_path / "packed").open("rb") as file:
+        mapped = table.packed_files.map(form, file.fileno(), 0)
+    assert mapped is not None and mapped.nbytes == loaded.nbytes
+    assert torch.equal(outputs(table, mapped), outputs(table, loaded))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gates_and_ups_of_k_types_have_the_bits_of_their_products(
+    tmp_path: Path, level: str
+) -> None:
+    width, ops = 256, native(level)
+    matrices = []
+    for seed, shape in enumerate([(2 * width, INPUTS), (INPUTS, width)]):
+        path = tmp_path / str(seed)
+        path.write_bytes(random_blocks(Kind.Q4_K, *shape, seed=seed).tobytes())
+        assert ops.load_linear is not None
+        part = StoredRows(path, 0, shape[0], "Q4_K")
+        matrices.append(ops.load_linear(StoredMatrix("Q4_K", (part,), shape[1]), None))
+    assert ops.pack_experts is not None and ops.experts is not None
+    gate_up, down_proj = ((matrix,) for matrix in matrices)
+    weights = ExpertWeights(gate_up, down_proj, ops.pack_experts(gate_up, down_proj))
+    x = torch.randn((40, INPUTS), generator=torch.Generator().manual_seed(9)).bfloat16()
+    routing = Routing(torch.zeros(40, 1, dtype=torch.int64), torch.ones(40, 1))
+    gated = ops.gated_activation(ops.linear(x, matrices[0]), "silu")
+    expected = ops.linear(gated, matrices[1])
+    assert torch.equal(ops.experts(x, routing, weights, "silu", None, None), expected)
+
+
 @pytest.mark.parametrize("kind", [*SCALES_AT, *OTHER_SCALES], ids=lambda kind: kind.name)
 def test_rows_of_packed_blocks_are_the_floats_that_ggml_makes_of_them(
     table: OpTable, tmp_path: Path, kind: Kind
@@ -138,6 +243,8 @@ def test_a_stack_of_types_is_loaded_as_torch_stacks_it(
     parts = tuple(part for part, _ in found)
     loaded = table.load_linear(StoredMatrix(kinds[0], parts, INPUTS), None)
     assert torch.equal(outputs(table, loaded), outputs(table, table.pack_quantized(stacked, None)))
+    form = common_form([planned(kind) for kind in kinds], INPUTS)
+    assert form.num_bytes((len(kinds) * OUTPUTS, INPUTS)) == loaded.nbytes
 
 
 @pytest.mark.parametrize("dtype", PLAIN)

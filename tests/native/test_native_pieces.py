@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.gguf_files import write_gguf
 
 from quickstep.errors import RequestError
-from quickstep.ops.native.pieces import NativePieces
+from quickstep.ops.native.pieces import NativePieces, read_texts
 from quickstep.text.gguf_tokenizer import build_gguf_tokenizer, read_gguf_tokenizer
 from quickstep.text.sentence_pieces import SentencePieces
 from quickstep.text.tokenizer import Tokenizer
@@ -159,3 +159,23 @@ def test_other_vocabularies_are_the_librarys(piece: tuple[str, float, int], tmp_
     path = write_pieces(tmp_path / "m.gguf", [("▁a", -1.0, NORMAL), piece])
     assert not isinstance(read_gguf_tokenizer(path).library, SentencePieces)
     assert Tokenizer.open(path).encode(" a")
+
+
+LISTED = st.lists(st.one_of(st.binary(max_size=9), st.text(max_size=5).map(str.encode)))
+
+
+@given(LISTED, st.integers(0, 12), st.booleans())
+def test_lists_of_texts_are_read_as_texts_read_one_by_one(
+    texts: list[bytes], num_less: int, is_long: bool
+) -> None:
+    content = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+    if is_long:
+        assert read_texts(content, len(texts) + 1) is None
+        texts.append(b"text")
+        content += (5 + num_less).to_bytes(8, "little") + b"text"
+        assert read_texts(content, len(texts)) is None
+    elif not texts or any(b"\0" in text for text in texts):
+        assert read_texts(content, len(texts)) is None
+    else:
+        expected = tuple(text.decode("utf-8", "replace") for text in texts)
+        assert read_texts(content, len(texts)) == expected

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from quickstep.ops.weights import SUB_BLOCK_INPUTS
+from quickstep.ops.weights import SUB_BLOCK_INPUTS, SUPER_BLOCK_INPUTS
 
 _PANEL = 64  # outputs that the kernels read together; a matrix is padded to whole panels
 _STEP = 8  # inputs that they read together
@@ -33,6 +33,8 @@ class MatrixFormat(msgspec.Struct, frozen=True):
         wide_scales: Whether scales and zeros need more than 16 bits.
         has_sub_scales: Whether parts of 16 inputs have a sub-block scale of 4 bits each.
         is_float8: Whether quantized values are e4m3.
+        has_minimums: Whether groups have minimums in place of zero points.
+        has_super_scales: Whether scales and zeros are bytes, multiplied by float16 of 256 inputs.
         is_rounded_again: Whether the values of a checkpoint had to be rounded to this format.
     """
 
@@ -42,6 +44,8 @@ class MatrixFormat(msgspec.Struct, frozen=True):
     wide_scales: bool = False
     has_sub_scales: bool = False
     is_float8: bool = False
+    has_minimums: bool = False
+    has_super_scales: bool = False
     is_rounded_again: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -57,7 +61,11 @@ class MatrixFormat(msgspec.Struct, frozen=True):
         scales = outputs * (shape[1] // self.group_size)
         if self.has_sub_scales:
             quants += outputs * shape[1] // SUB_BLOCK_INPUTS // 2
-        return quants + scales * (4 if self.wide_scales else 2) * (1 + self.has_zeros)
+        if self.has_super_scales:
+            scale_bytes = scales + outputs * (shape[1] // SUPER_BLOCK_INPUTS) * 2
+        else:
+            scale_bytes = scales * (4 if self.wide_scales else 2)
+        return quants + scale_bytes * (1 + self.has_zeros)
 
 
 class QuantizationScheme(msgspec.Struct, frozen=True):
@@ -118,10 +126,16 @@ def common_form(forms: Sequence[MatrixFormat], num_inputs: int) -> MatrixFormat:
     (`formats.quantized_reader.stack_matrices`).
     """
     group_size = math.gcd(*(form.group_size or num_inputs for form in forms))
+    alike = len({(form.group_size, form.has_minimums) for form in forms}) == 1
+    # minimums become zero points next to 8 bits about the middle, which 16 bits do not hold
+    has_minimums = any(form.has_minimums for form in forms)
+    loses_minimums = has_minimums and any(f.bits == 8 and not f.has_minimums for f in forms)
     return MatrixFormat(
         max(form.bits for form in forms),
         None if group_size == num_inputs else group_size,
         any(form.has_zeros for form in forms),
-        any(form.wide_scales for form in forms),
+        loses_minimums or any(form.wide_scales for form in forms),
         is_float8=all(form.is_float8 for form in forms),
+        has_minimums=has_minimums and not loses_minimums,
+        has_super_scales=alike and all(form.has_super_scales for form in forms),
     )

@@ -7,7 +7,6 @@ it. A file that cannot be used is as one that is not there.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
 from pathlib import Path
 
@@ -45,13 +44,15 @@ class StoredGpuCheck(msgspec.Struct, frozen=True):
 
 def gpu_check_key(index: int) -> GpuCheckKey:
     """The key of a GPU of this machine."""
+    from importlib.metadata import version
+
     import torch
 
     major, minor = torch.cuda.get_device_capability(index)
     return GpuCheckKey(
         f"{torch.cuda.get_device_name(index)}, {major}.{minor}",
         str(torch.__version__),
-        importlib.metadata.version("triton"),
+        version("triton"),
         _digest_of(_KERNELS),
     )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quickstep.ops.tensors import HostTensor
 
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
+SUPER_BLOCK_INPUTS = 256  # of ggml's K types, those that share the scale of their scales
 REQUANTIZED_GROUPS = (32, 16)  # inputs, of rows whose groups are scattered: the first that fits
 
 
@@ -42,6 +43,7 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         bits: 4 or 8 of quantized values; 0 for numbers of `dtype`, by the implementation's number.
         group_size: Inputs that share a scale; C for one scale per output.
+        has_super_scales: Whether scales of groups are bytes, multiplied by those of super-blocks.
         part_bytes: Of weights, scales, zeros and bias, of those that there are.
         checksum: Of all bytes, without a sign, in 64 bits.
     """
@@ -56,6 +58,7 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half_scales: int
     has_sub_scales: int
     has_minimums: int
+    has_super_scales: int
     part_bytes: tuple[int, ...]
     checksum: int
 

@@ -110,14 +110,15 @@ def build_gguf_tokenizer(path: Path) -> GgufTokenizer:
         raise ConfigError(f"the tokenizer of {path} cannot be read: {reason}") from error
     kinds = _kinds(values, len(tokens))
     control = (_CONTROL, _UNKNOWN) if kind == "t5" else (_CONTROL,)  # as T5 and XLM-R declare it
+    marked = [i for i, k in enumerate(kinds) if k != _NORMAL]  # few of many
     for special, wanted in ((True, control), (False, (_USER_DEFINED,))):
-        chosen = [t for t, k in zip(tokens, kinds, strict=True) if k in wanted and t]
+        chosen = [tokens[i] for i in marked if kinds[i] in wanted and tokens[i]]
         library.add_tokens([AddedToken(t, special=special, normalized=False) for t in chosen])
     if kind == "bert":
         _frame_word_pieces(library, values, tokens)
     else:
         _frame(library, values, tokens, adds_bos, with_pairs=kind == "t5")
-    ends = {i for i, kind in enumerate(kinds) if kind == _CONTROL and tokens[i] in _ENDS}
+    ends = {i for i in marked if kinds[i] == _CONTROL and tokens[i] in _ENDS}
     return GgufTokenizer(library, _named_ends(values, tokens) | ends, _named(values, tokens))
 
 
@@ -145,7 +146,7 @@ def _are_numbers(value: object, count: int) -> TypeGuard[tuple[Any, ...]]:
 
 
 def _are_texts(value: object) -> TypeGuard[tuple[str, ...]]:
-    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+    return isinstance(value, tuple) and set(map(type, value)) <= {str}
 
 
 def _byte_level(
@@ -162,7 +163,7 @@ def _byte_level(
     if not _are_texts(merges):
         raise ConfigError(f"{path} holds no merges of its tokenizer (tokenizer.ggml.merges)")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
     library = Library(models.BPE(vocabulary, pairs, ignore_merges=split.ignore_merges))
     if split.composed:
         library.normalizer = normalizers.NFC()

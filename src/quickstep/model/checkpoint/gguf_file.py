@@ -22,7 +22,7 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_names import gguf_parts
 from quickstep.model.checkpoint.safetensors_files import StoredTensor
-from quickstep.ops.native.pieces import skip_texts
+from quickstep.ops.native.pieces import read_texts, skip_texts
 
 # type -> (elements, bytes) of a block
 BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -265,6 +265,12 @@ class _Header:
 
     def _texts(self, count: int) -> tuple[str, ...]:
         """`count` texts, as `_text` reads one."""
+        if count >= _MANY:
+            listed = self._skip(count)
+            texts = read_texts(self._content[listed.start : listed.end], count)
+            if texts is not None:
+                return texts
+            self._at = listed.start
         at, content, length = self._at, self._content, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):

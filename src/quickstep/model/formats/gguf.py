@@ -51,8 +51,15 @@ class GgufStorage:
         kind = BLOCK_KINDS[self._files.tensors[name].dtype]
         group_size = checked_group(name, kind.group_size, shape[-1])
         group = None if group_size == shape[-1] else group_size
-        wide_scales = kind.wide_scales or _factor_of(name) in self._files.tensors
-        return MatrixFormat(kind.bits, group, kind.has_zeros, wide_scales)
+        has_factor = _factor_of(name) in self._files.tensors
+        return MatrixFormat(
+            kind.bits,
+            group,
+            kind.has_zeros,
+            kind.wide_scales or has_factor,
+            has_minimums=kind.has_minimums,
+            has_super_scales=kind.has_super_scales and not has_factor,
+        )
 
     def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
         """The blocks, each tensor's of its own type."""

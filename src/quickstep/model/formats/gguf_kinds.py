@@ -16,6 +16,7 @@ class BlockKind(msgspec.Struct, frozen=True):
     has_zeros: bool
     wide_scales: bool  # scales are products, which 16 bits need not hold
     has_minimums: bool = False  # in place of zeros
+    has_super_scales: bool = False  # scales are bytes times a float16 of 256 inputs
 
 
 BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
@@ -25,13 +26,13 @@ BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
         "Q5_0": BlockKind(8, 32, False, False),
         "Q5_1": BlockKind(8, 32, True, False, True),
         "Q8_0": BlockKind(8, 32, False, False),
-        "Q4_K": BlockKind(4, 32, True, True, True),
-        "Q5_K": BlockKind(8, 32, True, True, True),
-        "Q6_K": BlockKind(8, 16, False, True),
-        "Q2_K": BlockKind(4, 16, True, True, True),
-        "Q3_K": BlockKind(4, 16, False, True),
+        "Q4_K": BlockKind(4, 32, True, True, True, True),
+        "Q5_K": BlockKind(8, 32, True, True, True, True),
+        "Q6_K": BlockKind(8, 16, False, True, False, True),
+        "Q2_K": BlockKind(4, 16, True, True, True, True),
+        "Q3_K": BlockKind(4, 16, False, True, False, True),
         "IQ4_NL": BlockKind(8, 32, False, False),
-        "IQ4_XS": BlockKind(8, 32, False, True),
+        "IQ4_XS": BlockKind(8, 32, False, True, False, True),
         "TQ1_0": BlockKind(4, 256, False, False),
         "TQ2_0": BlockKind(4, 256, False, False),
         "MXFP4": BlockKind(8, 32, False, True),

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -585,6 +585,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_text_append_end", _I, (_P, _P, _L)),
     ("qs_suffix_propose", _I, (POINTER(SuffixCall),)),
     ("qs_skip_texts", _L, (c_char_p, _L, _L, POINTER(_L))),
+    ("qs_join_texts", _L, (c_char_p, _L, _L, c_char_p)),
     ("qs_pieces_create", _I, (POINTER(PiecesCall), POINTER(_P))),
     ("qs_pieces_destroy", None, (_P,)),
     ("qs_pieces_texts", _P, (_P, POINTER(_P))),

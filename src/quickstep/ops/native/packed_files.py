@@ -30,7 +30,8 @@ class _PackedForm(ctypes.Structure):
         ("has_zeros", c_int16),
         ("half_scales", c_int16),
         ("has_sub_scales", c_int16),
-        ("has_minimums", c_int32),
+        ("has_minimums", c_int16),
+        ("has_super_scales", c_int16),
     )
 
 
@@ -77,6 +78,7 @@ class NativePackedFiles:
             half_scales=form.half_scales,
             has_sub_scales=form.has_sub_scales,
             has_minimums=form.has_minimums,
+            has_super_scales=form.has_super_scales,
             part_bytes=sizes,
             checksum=self._checksum(parts),
         )

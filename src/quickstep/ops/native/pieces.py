@@ -112,3 +112,18 @@ def skip_texts(content: mmap.mmap, start: int, count: int) -> tuple[int, int]:
         count -= num_passed
         start += end.value
     return count, start
+
+
+def read_texts(content: bytes, count: int) -> tuple[str, ...] | None:
+    """`count` texts as a GGUF file lists them, with replacements of what is no UTF-8; None without
+    the native library, where one contains a zero, or where the content ends before.
+    """
+    try:
+        library = open_library(library_path())
+    except OSError:
+        return None
+    joined = ctypes.create_string_buffer(max(1, len(content)))
+    size = library.qs_join_texts(content, len(content), count, joined)
+    if size < 1:
+        return None
+    return tuple(joined.raw[: size - 1].decode("utf-8", "replace").split("\0"))
