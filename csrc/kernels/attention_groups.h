@@ -8,12 +8,17 @@
 namespace qs::QS_LEVEL {
 
 constexpr int64_t kSplit = 8 * kTile;
+constexpr int64_t kMaxHeadsTogether = 2;  // kv heads that take turns in a tile
 
 inline int64_t heads_per_kv(const qs_attention& call) { return call.num_heads / call.num_kv_heads; }
 
+// Of one kv head.
+inline int64_t queries_of_row(const qs_attention& call, int64_t row) {
+  return (call.row_offsets[row + 1] - call.row_offsets[row]) * heads_per_kv(call);
+}
+
 inline int64_t passes_of_row(const qs_attention& call, int64_t row) {
-  const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
-  return div_up(tokens * heads_per_kv(call), kMaxQueries);
+  return div_up(queries_of_row(call, row), kMaxQueries);
 }
 
 // The first position of a row whose KV is not in its blocks, or the row's end.
@@ -31,6 +36,7 @@ struct Group {
   int64_t row, num_rows;
   int64_t shared_splits;  // first splits of which all rows hold the same blocks, and see all
   int64_t num_passes;     // of a kv head
+  int64_t heads = 1;      // kv heads of a pass; several only of one row
 };
 
 struct Query {
@@ -38,29 +44,31 @@ struct Query {
   Span visible;
 };
 
-// Queries of one kv head: those of a group's rows, or some of a row's (token, head in group).
+// Queries of one kv head: those of a group's rows, or some of a row's (token, head in group). Or all
+// queries of one row and several neighbouring kv heads, as many of each.
 struct Pass {
   const qs_attention* call;
-  int64_t kv_head;
+  int64_t kv_head, num_kv_heads;
   int64_t row, num_rows, shared_splits;
   int num_queries = 0;
   Query queries[kMaxQueries];
   int row_ends[kMaxQueries];  // of each row, the end of its queries
 
-  Pass(const qs_attention& of, const Group& group, int64_t head)
+  Pass(const qs_attention& of, const Group& group, int64_t head, int64_t num_heads)
       : call(&of),
         kv_head(head),
+        num_kv_heads(num_heads),
         row(group.row),
         num_rows(group.num_rows),
         shared_splits(group.shared_splits) {}
 
-  void add_row(int64_t r, int64_t first, int64_t count) {
+  void add_row(int64_t r, int64_t head, int64_t first, int64_t count) {
     const int64_t group = heads_per_kv(*call), begin = call->row_offsets[r];
     const int64_t start = call->context_lens[r] - (call->row_offsets[r + 1] - begin);
     for (int64_t i = first; i < first + count; ++i) {
       const int64_t end = start + i / group + 1;
       const Span visible = {first_visible(end), end};
-      queries[num_queries++] = {begin + i / group, kv_head * group + i % group, visible};
+      queries[num_queries++] = {begin + i / group, head * group + i % group, visible};
     }
     row_ends[r - row] = num_queries;
   }
@@ -84,27 +92,29 @@ struct Pass {
   Span visible_by_any() const { return visible_by(0, num_queries); }
 };
 
-// Some of a pass's queries, and a row whose blocks they all see.
+// Some of a pass's queries: those of a kv head, and of a row whose blocks they all see.
 struct Part {
-  int64_t row;
+  int64_t row, kv_head;
   int first, last;
 };
 
-inline Pass make_pass(const qs_attention& call, int64_t row, int64_t index, int64_t kv_head) {
+inline Pass make_pass(const qs_attention& call, int64_t row, int64_t index, int64_t kv_head,
+                      int64_t num_kv_heads) {
   const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
   const int64_t first = index * kMaxQueries;
-  Pass pass(call, {row, 1, 0, 0}, kv_head);
-  pass.add_row(row, first, min_of(kMaxQueries, tokens * heads_per_kv(call) - first));
+  const int64_t count = min_of(kMaxQueries, tokens * heads_per_kv(call) - first);
+  Pass pass(call, {row, 1, 0, 0, 1}, kv_head, num_kv_heads);
+  for (int64_t i = 0; i < num_kv_heads; ++i) pass.add_row(row, kv_head + i, first, count);
   return pass;
 }
 
 inline Pass make_group_pass(const qs_attention& call, const Group& group, int64_t index,
-                     int64_t kv_head) {
-  if (group.num_rows == 1) return make_pass(call, group.row, index, kv_head);
-  Pass pass(call, group, kv_head);
+                            int64_t kv_head) {
+  if (group.num_rows == 1) return make_pass(call, group.row, index, kv_head, group.heads);
+  Pass pass(call, group, kv_head, 1);
   for (int64_t row = group.row; row < group.row + group.num_rows; ++row) {
     const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
-    pass.add_row(row, 0, tokens * heads_per_kv(call));
+    pass.add_row(row, kv_head, 0, tokens * heads_per_kv(call));
   }
   return pass;
 }
@@ -150,7 +160,7 @@ inline int64_t make_groups(const qs_attention& call, int64_t first, int64_t last
       queries += own;
       continue;
     }
-    groups[count++] = {row, 1, 0, passes_of_row(call, row)};
+    groups[count++] = {row, 1, 0, passes_of_row(call, row), 1};
     queries = own;
   }
   return count;

@@ -51,10 +51,24 @@ struct Words<Pairs, KV> {
 
 #endif
 
+constexpr int64_t kCacheLine = 64;
+
+// What a thread probably reads after a span of a row: positions of the same row, of kv heads that
+// are `head_shift` further on.
+struct NextSpan {
+  Span span;
+  int64_t head_shift;
+};
+
+// Tiles of a span of a row's positions in ascending order, each for one kv head after another.
+//
+// Blocks are anywhere, so a CPU does not know the address of the next one. While a tile is loaded,
+// the rows of the next one are fetched into the second cache, some before each group of rows is
+// transposed: 256 fetches at once would wait for each other.
 template <typename Form, typename KV>
 class TileLoader {
  public:
-  TileLoader(const qs_attention& call, int64_t row, int64_t kv_head)
+  TileLoader(const qs_attention& call, int64_t row, Span span, NextSpan next)
       : block_table_(call.block_tables + row * call.max_blocks),
         tail_begin_(tail_begin(call, row)),
         tail_slots_(call.tail_offsets == nullptr ? nullptr
@@ -64,23 +78,61 @@ class TileLoader {
         width_(Form::width(call.head_size)),
         value_size_(value_size(call)),
         value_width_(Form::width(value_size_)),
-        stride_(call.num_kv_heads * kv_head_bytes<KV>(call.head_size)),
-        keys_(static_cast<const char*>(call.k_cache) + kv_head * kv_head_bytes<KV>(head_size_)),
-        values_(call.v_cache == nullptr ? keys_
-                                        : static_cast<const char*>(call.v_cache) +
-                                              kv_head * kv_head_bytes<KV>(head_size_)) {}
+        head_bytes_(kv_head_bytes<KV>(call.head_size)),
+        stride_(call.num_kv_heads * head_bytes_),
+        k_cache_(static_cast<const char*>(call.k_cache)),
+        v_cache_(static_cast<const char*>(call.v_cache)),
+        span_(span),
+        next_(next) {}
 
-  // The positions of `span`, inside the tile that begins at `tile_begin`.
-  void load_tile(int64_t tile_begin, Span span, TileBuffers& buffers) {
-    int64_t offsets[kTile];
-    each_position(span, [&](int64_t j, int64_t offset) { offsets[j - tile_begin] = offset; });
-    const Span local = {span.begin - tile_begin, span.end - tile_begin};
-    if constexpr (Form::kScaled) load_scales(offsets, local, buffers);
-    load_keys(offsets, local, buffers);
-    load_values(offsets, local, buffers);
+  // To the tile that begins at position `begin`.
+  void move_to(int64_t begin) {
+    find_tile(span_, begin, 0, tile_);
+    begin += kTile;
+    const int64_t end = div_up(span_.end, kTile) * kTile;
+    if (begin < end) {
+      find_tile(span_, begin, 0, ahead_);
+    } else {
+      begin = next_.span.begin / kTile * kTile;
+      find_tile(next_.span, begin, next_.head_shift * head_bytes_, ahead_);
+    }
+  }
+
+  // The tile's keys and values of a head.
+  void load_tile(int64_t kv_head, TileBuffers& buffers) {
+    keys_ = k_cache_ + kv_head * head_bytes_;
+    values_ = v_cache_ == nullptr ? keys_ : v_cache_ + kv_head * head_bytes_;
+    if constexpr (Form::kScaled) load_scales(tile_.offsets, tile_.local, buffers);
+    load_keys(tile_.offsets, tile_.local, buffers);
+    load_values(tile_.offsets, tile_.local, buffers);
   }
 
  private:
+  // Positions of a tile that are in a span, counted from the tile's first, and their rows.
+  struct Tile {
+    Span local;
+    int64_t offsets[kTile];  // in bytes
+  };
+
+  void find_tile(Span span, int64_t begin, int64_t shift, Tile& tile) const {
+    span = intersect(span, {begin, begin + kTile});
+    tile.local = {0, 0};
+    if (span.empty()) return;
+    tile.local = {span.begin - begin, span.end - begin};
+    each_position(span, [&](int64_t j, int64_t offset) { tile.offsets[j - begin] = offset + shift; });
+  }
+
+  // Fetches rows [j, j + count) of the tile ahead.
+  QS_INLINE void fetch(const char* heads, int64_t j, int64_t count) const {
+    const int64_t end = min_of(j + count, ahead_.local.end);
+    for (j = max_of(j, ahead_.local.begin); j < end; ++j) {
+      const char* head = heads + ahead_.offsets[j];
+      for (int64_t byte = 0; byte < head_bytes_; byte += kCacheLine) {
+        __builtin_prefetch(head + byte, 0, 2);
+      }
+    }
+  }
+
   // Calls fn(position, byte offset of its row) over `span`.
   template <typename Fn>
   QS_INLINE void each_position(Span span, const Fn& fn) const {
@@ -111,6 +163,7 @@ class TileLoader {
 
   void load_keys(const int64_t* offsets, Span local, TileBuffers& buffers) const {
     for (int64_t j = local.begin / W * W; j < local.end; j += W) {
+      fetch(keys_, j, W);
       if (local.begin <= j && j + W <= local.end) {
         load_key_columns(offsets + j, buffers.keys + j);
       } else {
@@ -151,6 +204,7 @@ class TileLoader {
   void load_values(const int64_t* offsets, Span local, TileBuffers& buffers) const {
     constexpr int64_t kPair = Form::kPair;
     for (int64_t j = local.begin / kPair * kPair; j < local.end; j += kPair) {
+      if (v_cache_ != nullptr) fetch(values_, j, kPair);
       float* to = buffers.values + j / kPair * value_width_;
       if (local.begin <= j && j + kPair <= local.end) {
         Access::store_values(value_row(offsets[j]), value_row(offsets[j + kPair - 1]), value_size_,
@@ -181,9 +235,14 @@ class TileLoader {
   const int32_t* block_table_;
   int64_t tail_begin_;
   const int64_t* tail_slots_;
-  int64_t block_size_, head_size_, width_, value_size_, value_width_, stride_;
-  const char* keys_;
-  const char* values_;
+  int64_t block_size_, head_size_, width_, value_size_, value_width_, head_bytes_, stride_;
+  const char* k_cache_;
+  const char* v_cache_;
+  const char* keys_ = nullptr;
+  const char* values_ = nullptr;
+  Span span_;
+  NextSpan next_;
+  Tile tile_, ahead_;
 };
 
 }  // namespace qs::QS_LEVEL

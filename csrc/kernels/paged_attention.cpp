@@ -165,24 +165,54 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
   add_tile_values<Form>(part, visible, buffers, width, state.out);
 }
 
+Span span_of_split(Span seen, int64_t split) {
+  return intersect(seen, {split * kSplit, (split + 1) * kSplit});
+}
+
+// What follows a split on its thread, if it is a split of the same row; kv heads are `head_shift`
+// further on.
+struct NextSplit {
+  int64_t split;
+  int64_t head_shift;
+};
+
+constexpr NextSplit kNone = {-1, 0};
+
+// A split of one row's KV. Several heads take turns in a tile: their keys and values are neighbours.
 template <typename Form, typename KV>
-void run_split(const Pass& pass, const Part& part, int64_t split, TileBuffers& buffers,
-               SoftmaxState& state) {
-  const Span seen = pass.visible_by(part.first, part.last);
-  const Span span = intersect(seen, {split * kSplit, (split + 1) * kSplit});
+void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split, NextSplit next,
+               TileBuffers& buffers, SoftmaxState& state) {
+  const int first = parts[0].first, last = parts[num_parts - 1].last;
+  const Span seen = pass.visible_by(first, last);
+  const Span span = span_of_split(seen, split);
   if (span.empty()) return;
   const int64_t width = Form::width(value_size(*pass.call));
-  const int count = part.last - part.first;
-  for (int i = part.first; i < part.last; ++i) {
+  for (int i = first; i < last; ++i) {
     state.max[i] = -__builtin_inff();
   }
-  memset(state.sums + part.first * W, 0, count * W * sizeof(float));
-  memset(state.out + part.first * width, 0, count * width * sizeof(float));
-  TileLoader<Form, KV> loader(*pass.call, part.row, pass.kv_head);
+  memset(state.sums + first * W, 0, (last - first) * W * sizeof(float));
+  memset(state.out + first * width, 0, (last - first) * width * sizeof(float));
+  const NextSpan after = {span_of_split(seen, next.split), next.head_shift};
+  TileLoader<Form, KV> loader(*pass.call, parts[0].row, span, after);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
-    loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
-    run_tile<Form>(pass, part, seen, begin, buffers, state);
+    loader.move_to(begin);
+    for (int i = 0; i < num_parts; ++i) {
+      loader.load_tile(parts[i].kv_head, buffers);
+      run_tile<Form>(pass, parts[i], seen, begin, buffers, state);
+    }
   }
+}
+
+template <typename Form, typename KV>
+void run_split_of_row(const Pass& pass, int64_t split, NextSplit next, TileBuffers& buffers,
+                      SoftmaxState& state) {
+  Part parts[kMaxHeadsTogether];
+  const int num_parts = static_cast<int>(pass.num_kv_heads);
+  const int count = pass.num_queries / num_parts;
+  for (int i = 0; i < num_parts; ++i) {
+    parts[i] = {pass.row, pass.kv_head + i, i * count, (i + 1) * count};
+  }
+  run_split<Form, KV>(pass, parts, num_parts, split, next, buffers, state);
 }
 
 // Adds the state of a later split to `total`. Queries that see nothing of the split are untouched.
@@ -252,12 +282,15 @@ void run_pass(const Pass& pass) {
   load_queries<T, Form>(pass, buffers.queries);
   const Span span = pass.visible_by_any();
   for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-    if (pass.num_rows == 1 || split < pass.shared_splits) {
-      run_split<Form, KV>(pass, {pass.row, 0, pass.num_queries}, split, buffers, state);
+    const auto of_all = [&](int64_t s) { return pass.num_rows == 1 || s < pass.shared_splits; };
+    if (of_all(split)) {
+      const NextSplit next = of_all(split + 1) ? NextSplit{split + 1, 0} : kNone;
+      run_split_of_row<Form, KV>(pass, split, next, buffers, state);
     } else {
       for (int64_t r = 0; r < pass.num_rows; ++r) {
         const int first = r == 0 ? 0 : pass.row_ends[r - 1];
-        run_split<Form, KV>(pass, {pass.row + r, first, pass.row_ends[r]}, split, buffers, state);
+        const Part part = {pass.row + r, pass.kv_head, first, pass.row_ends[r]};
+        run_split<Form, KV>(pass, &part, 1, split, kNone, buffers, state);
       }
     }
     merge(pass, split, state, width, total);
@@ -292,47 +325,71 @@ Work count_work(const qs_attention& call) {
   return work;
 }
 
+// How many neighbouring kv heads a pass has, of which each has `num_queries`: several, as long as
+// every thread has several of the items.
+int64_t heads_together(const qs_attention& call, int64_t num_queries, int64_t num_items,
+                       int64_t num_threads) {
+  for (int64_t heads = kMaxHeadsTogether; heads > 1; --heads) {
+    if (call.num_kv_heads % heads == 0 && heads * num_queries <= kMaxQueries &&
+        (num_threads == 1 || num_items >= 4 * heads * num_threads)) {
+      return heads;
+    }
+  }
+  return 1;
+}
+
 // Few passes over long contexts: one item per split, states in scratch, merged afterwards.
 template <typename T, typename Form, typename KV, int64_t Size>
 void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   SoftmaxState* states = static_cast<SoftmaxState*>(call.scratch);
   float* outs = reinterpret_cast<float*>(states + work.split_passes);
   const int64_t width = Form::width(value_size(call));
+  int64_t most_queries = 1;
+  for (int64_t row = 0; row < call.num_rows; ++row) {
+    most_queries = max_of(most_queries, queries_of_row(call, row));
+  }
+  const int64_t heads = heads_together(call, most_queries, work.split_passes, pool_size(pool));
+  const int64_t head_groups = call.num_kv_heads / heads;
   const auto splits_in_row = [&](int64_t row) {
-    return passes_of_row(call, row) * call.num_kv_heads * splits_of_row(call, row);
+    return passes_of_row(call, row) * head_groups * splits_of_row(call, row);
   };
-  const auto passes_in_row = [&](int64_t row) {
-    return passes_of_row(call, row) * call.num_kv_heads;
-  };
-  parallel_for(pool, work.split_passes, [&](int64_t item) {
+  const auto passes_in_row = [&](int64_t row) { return passes_of_row(call, row) * head_groups; };
+  parallel_for(pool, work.split_passes / heads, [&](int64_t item) {
     int64_t index = item;
     const int64_t row = find_row(call, index, splits_in_row);
     // Heads of one split are neighbours: they are in the same pages.
     const int64_t splits = splits_of_row(call, row);
-    const int64_t kv_head = index % call.num_kv_heads, split = index / call.num_kv_heads % splits;
-    const Pass pass = make_pass(call, row, index / call.num_kv_heads / splits, kv_head);
+    const int64_t kv_head = index % head_groups * heads, split = index / head_groups % splits;
+    const int64_t in_row = splits * head_groups;
+    const Pass pass = make_pass(call, row, index / in_row, kv_head, heads);
+    // where every thread takes its turn
+    const int64_t next_index = index + pool_size(pool);
+    const NextSplit next = index / in_row != next_index / in_row
+                               ? kNone
+                               : NextSplit{next_index / head_groups % splits,
+                                           next_index % head_groups * heads - kv_head};
     PassMemory<Size> memory;
     TileBuffers buffers;
     memory.lend(buffers);
     states[item].out = outs + item * kMaxQueries * width;
     load_queries<T, Form>(pass, buffers.queries);
-    run_split<Form, KV>(pass, {row, 0, pass.num_queries}, split, buffers, states[item]);
+    run_split_of_row<Form, KV>(pass, split, next, buffers, states[item]);
   });
-  parallel_for(pool, work.passes, [&](int64_t item) {
+  parallel_for(pool, work.passes / heads, [&](int64_t item) {
     int64_t index = item;
     const int64_t row = find_row(call, index, passes_in_row);
     int64_t first_state = 0;
     for (int64_t r = 0; r < row; ++r) first_state += splits_in_row(r);
     const int64_t splits = splits_of_row(call, row);
-    const int64_t kv_head = index % call.num_kv_heads, pass_index = index / call.num_kv_heads;
-    const Pass pass = make_pass(call, row, pass_index, kv_head);
-    const SoftmaxState* first = states + first_state + pass_index * splits * call.num_kv_heads;
+    const int64_t head_group = index % head_groups, pass_index = index / head_groups;
+    const Pass pass = make_pass(call, row, pass_index, head_group * heads, heads);
+    const SoftmaxState* first = states + first_state + pass_index * splits * head_groups;
     alignas(64) float out[kMaxQueries * Size];
     SoftmaxState total;
     total.out = out;
     const Span span = pass.visible_by_any();
     for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-      merge(pass, split, first[split * call.num_kv_heads + kv_head], width, total);
+      merge(pass, split, first[split * head_groups + head_group], width, total);
     }
     write_out<T>(pass, total, width);
   });
@@ -345,15 +402,24 @@ void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t
   const int64_t rows = last_row - first_row, threads = pool_size(pool);
   const int64_t most_rows = max_of(1, rows * call.num_kv_heads / (2 * threads));
   const int64_t num_groups = make_groups(call, first_row, last_row, most_rows, groups);
+  const auto passes_of = [&](const Group& group) {
+    return group.num_passes * (call.num_kv_heads / group.heads);
+  };
   int64_t passes = 0;
-  for (int64_t i = 0; i < num_groups; ++i) passes += groups[i].num_passes * call.num_kv_heads;
+  for (int64_t i = 0; i < num_groups; ++i) {
+    Group& group = groups[i];
+    if (group.num_rows == 1) {
+      group.heads = heads_together(call, queries_of_row(call, group.row),
+                                   num_groups * call.num_kv_heads, threads);
+    }
+    passes += passes_of(group);
+  }
   parallel_for(pool, passes, [&](int64_t item) {
     int64_t index = passes - 1 - item;  // the longest contexts of a prefill come first
     const Group* group = groups;
-    for (; index >= group->num_passes * call.num_kv_heads; ++group) {
-      index -= group->num_passes * call.num_kv_heads;
-    }
-    const int64_t pass = index / call.num_kv_heads, kv_head = index % call.num_kv_heads;
+    for (; index >= passes_of(*group); ++group) index -= passes_of(*group);
+    const int64_t head_groups = call.num_kv_heads / group->heads;
+    const int64_t pass = index / head_groups, kv_head = index % head_groups * group->heads;
     run_pass<T, Form, KV, Size>(make_group_pass(call, *group, pass, kv_head));
   });
 }

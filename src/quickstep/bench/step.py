@@ -6,6 +6,7 @@ GPU's limits are known before the engine opens, which captures graphs while it h
 requests run on the live engine, with scheduling, sampling, detokenizing and streaming.
 
     decode    requests decode together; the time of a step is that between two tokens of one stream
+    depth     the same after longer prompts, in turns with it: what a long context adds
     overhead  that time without the time in kernels: Python, small operations of torch, sampling,
               scheduling and streaming
     prefill   one new prompt at batch size 1, from submission to its first token
@@ -48,6 +49,7 @@ class StepOptions(msgspec.Struct, frozen=True):
         steps: Decode steps per repeat.
         repeats: Measured rounds; one more warms up and fills the prefix cache.
         seed: Seed of the prompts.
+        depth: Like `context`, of a second measurement in each round; None for none.
     """
 
     batch: int = 1
@@ -56,6 +58,7 @@ class StepOptions(msgspec.Struct, frozen=True):
     steps: int = 32
     repeats: int = 5
     seed: int = 0
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -64,7 +67,15 @@ class StepOptions(msgspec.Struct, frozen=True):
     @property
     def decode_prompt_len(self) -> int:
         """Prompt length of a decoding request."""
-        return max(1, self.context - self.steps // 2)
+        return self._prompt_len(self.context)
+
+    @property
+    def deep_prompt_len(self) -> int | None:
+        """The same at `depth`."""
+        return None if self.depth is None else self._prompt_len(self.depth)
+
+    def _prompt_len(self, context: int) -> int:
+        return max(1, context - self.steps // 2)
 
     @property
     def num_outputs(self) -> int:
@@ -73,23 +84,27 @@ class StepOptions(msgspec.Struct, frozen=True):
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """The measurements of one repeat."""
+    """The measurements of one repeat; `deep_decode_s` at `StepOptions.depth`."""
 
     decode_s: float
     overhead_s: float
     prefill_s: float
     read_bytes_per_s: float
     flops_per_s: float
+    deep_decode_s: float | None = None
 
 
 def sized_for_steps(config: EngineConfig, options: StepOptions) -> EngineConfig:
     """Size the engine for the batch, its blocks in all repeats, and the prompt in one step."""
     block_size = config.cache.block_size
-    longest = max(options.decode_prompt_len + options.num_outputs, options.prefill + 1)
-    decode_blocks = -(-(options.decode_prompt_len + options.num_outputs) // block_size)
+    lengths = [options.decode_prompt_len + options.num_outputs]
+    if options.deep_prompt_len is not None:
+        lengths.append(options.deep_prompt_len + options.num_outputs)
+    longest = max(*lengths, options.prefill + 1)
+    decode_blocks = sum(-(-length // block_size) + 1 for length in lengths)
     prefill_blocks = -(-(options.prefill + 1) // block_size)
     # Twice the prefill, so that a new prompt evicts the last one, not the decoding prompts.
-    num_blocks = options.batch * (decode_blocks + 1) + 2 * prefill_blocks
+    num_blocks = options.batch * decode_blocks + 2 * prefill_blocks
     tokens = max(config.scheduler.max_num_batched_tokens, options.prefill)
     num_seqs = max(config.scheduler.max_num_seqs, options.batch)
     return replace(
@@ -115,15 +130,20 @@ async def measure_steps(
     rng = random.Random(options.seed)
     vocab_size = measured.model.vocab_size
     # The same in every repeat, so that the prefix cache has them from the second one on.
-    prompts = [
-        random_prompt(rng, vocab_size, options.decode_prompt_len) for _ in range(options.batch)
-    ]
+    prompts = _prompts(rng, vocab_size, options.decode_prompt_len, options.batch)
+    deep_prompts: list[list[int]] = []
+    if options.deep_prompt_len is not None:
+        deep_prompts = _prompts(rng, vocab_size, options.deep_prompt_len, options.batch)
+
+    async def decode(of: Sequence[Sequence[int]]) -> list[RequestTimes]:
+        return await asyncio.gather(
+            *(run_request(measured, prompt, options.num_outputs) for prompt in of)
+        )
 
     async def sample(place: int) -> StepSample | None:
         read_bytes_per_s = limits.read_bytes_per_s()
-        times = await asyncio.gather(
-            *(run_request(measured, prompt, options.num_outputs) for prompt in prompts)
-        )
+        times = await decode(prompts)
+        deep_times = await decode(deep_prompts)
         flops_per_s = limits.flops_per_s()
         prompt = random_prompt(rng, vocab_size, options.prefill)
         prefill = await run_request(measured, prompt, 1)
@@ -132,11 +152,20 @@ async def measure_steps(
             return None
         decode_s, overhead_s = decode_times(times)
         return StepSample(
-            decode_s, overhead_s, prefill.time_to_first_token_s, read_bytes_per_s, flops_per_s
+            decode_s,
+            overhead_s,
+            prefill.time_to_first_token_s,
+            read_bytes_per_s,
+            flops_per_s,
+            decode_times(deep_times)[0] if deep_times else None,
         )
 
     samples = await repeated(sample, options.repeats, round_done)
     return tuple([sample for sample in samples if sample is not None])
+
+
+def _prompts(rng: random.Random, vocab_size: int, length: int, count: int) -> list[list[int]]:
+    return [random_prompt(rng, vocab_size, length) for _ in range(count)]
 
 
 def decode_times(times: Sequence[RequestTimes]) -> tuple[float, float]:
@@ -165,6 +194,15 @@ def figures(
     num_bytes = measured.weight_bytes_read(options.batch) + kv_bytes
     num_flops = prefill_flops(measured.spec, options.prefill)
     overhead = {"overhead_us": [1e6 * sample.overhead_s for sample in samples]}
+    deep: dict[str, list[float]] = {}
+    if options.depth is not None:
+        deep_s = [sample.deep_decode_s or 0.0 for sample in samples]
+        deep = {
+            "depth_decode_ms": [1e3 * seconds for seconds in deep_s],
+            "depth_ratio": [
+                seconds / sample.decode_s for seconds, sample in zip(deep_s, samples, strict=True)
+            ],
+        }
     return {
         "decode_ms": [1e3 * sample.decode_s for sample in samples],
         "decode_tokens_per_s": [options.batch / sample.decode_s for sample in samples],
@@ -172,6 +210,7 @@ def figures(
             num_bytes / sample.decode_s / sample.read_bytes_per_s for sample in samples
         ],
         **(overhead if measured.counts_kernels else {}),
+        **deep,
         "prefill_ms": [1e3 * sample.prefill_s for sample in samples],
         "prefill_tokens_per_s": [options.prefill / sample.prefill_s for sample in samples],
         "prefill_peak_share": [

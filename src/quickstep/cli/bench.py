@@ -47,6 +47,8 @@ decode_bandwidth_share  (bytes of packed weights and KV that a step reads / deco
 overhead_us             decode_ms without the time in native kernels (in models without them:
                         without model.forward and model.logits): Python, sampling, scheduling,
                         detokenizing and streaming
+depth_decode_ms         with --depth: decode_ms at that length, measured in turns with the other
+depth_ratio             depth_decode_ms / decode_ms of the same repeat
 prefill_ms              time from submitting a prompt to its first token
 prefill_peak_share      (operations of the prompt / prefill_ms) divided by the peak of the same dot
                         products in registers, which is measured just before. Operations: 2 per
@@ -91,6 +93,13 @@ def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
         default=512,
         metavar="TOKENS",
         help="length of each decoding sequence, half-way (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--depth",
+        type=token_count,
+        metavar="TOKENS",
+        help="decode at this length too, in turns, and print the ratio; with --context 16 and "
+        "--speculative-method off it is what a long context adds to a step",
     )
     parser.add_argument(
         "--prefill",
@@ -201,10 +210,12 @@ def _run_step(args: argparse.Namespace) -> int:
     from quickstep.ops.tensors import torch_device
 
     options = StepOptions(
-        args.batch, args.context, args.prefill, args.steps, args.repeats, args.seed
+        args.batch, args.context, args.prefill, args.steps, args.repeats, args.seed, args.depth
     )
     if args.trace is not None and not args.profile:
         raise ConfigError("--trace is the trace of --profile; give both")
+    if args.depth is not None and args.profile:
+        raise ConfigError("--profile profiles one length; give --context without --depth")
     config = sized_for_steps(_config(args), options)
     limits: Limits | None = None
     if not args.profile and (device := choose_device(config.load.device)).type == "cuda":
@@ -235,6 +246,7 @@ def _run_step(args: argparse.Namespace) -> int:
         "context": options.context,
         "prefill": options.prefill,
         "steps": options.steps,
+        **({} if options.depth is None else {"depth": options.depth}),
     }
     found = figures(measured, options, samples)
     return print_figures(found, settings, args.json, methods, args.repeats)

@@ -61,6 +61,14 @@ def test_a_step_on_a_shape_has_times_and_fractions_of_limits(capsys, flags):
     assert set(found["measured_how"]) == {"read", "peak", "overhead"}
 
 
+def test_a_step_at_a_depth_has_its_ratio_to_the_other_one(capsys):
+    found = report(capsys, *STEP, *SMALL, "--shape", "tiny2", "--depth", "96")
+    assert found["depth"] == 96
+    low, high = found["spread"]["depth_ratio"]
+    assert 0 < low <= found["depth_ratio"] <= high
+    assert low <= found["spread"]["depth_decode_ms"][1] / found["spread"]["decode_ms"][0]
+
+
 @pytest.mark.parametrize(
     ("weights", "dtype", "quantization"),
     [("int8", "bfloat16", "int8"), ("int4", "bfloat16", "int4"), ("fp32", "float32", None)],
@@ -145,6 +153,7 @@ def test_throughput_counts_the_requested_tokens(capsys):
         (["step", "demo", "--shape", "tiny2"], "both a MODEL and --shape"),
         (["step", "--shape", "tiny2", "--batch", "0"], "below 1"),
         (["step", "--shape", "tiny2", "--steps", "1"], "--steps is 1"),
+        (["step", "--shape", "tiny2", "--depth", "64", "--profile"], "--depth"),
         (["latency", "--shape", "tiny2", "--batsch", "3"], "no flag --batsch"),
         (["latency", "--shape", "tiny2", "--input-len", "5000"], "5000"),
         (["speed"], "invalid choice: 'speed'"),
