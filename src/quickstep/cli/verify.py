@@ -397,7 +397,7 @@ class _Checkpoint:
         device = choose_device(self._config.device)
         ops = resolve_ops(device, self._config.kernels, threads, self._isa)
         spec = read_spec(self._checkpoint.path)
-        on_host = spec.native and not reason_for_torch(ops, self._config)
+        on_host = spec.native and not reason_for_torch(ops, self._config, self._options.kv_dtype)
         model = load_model(self._checkpoint, spec, ops, self._config, on_host=on_host)
         kv_layout = model.kv_layout.stored_as(self._options.kv_dtype)
         self.fingerprint = fingerprint_with_kv(model, kv_layout)

@@ -50,12 +50,14 @@ def test_an_unknown_format_is_named(text: str, named: str) -> None:
 def test_each_pair_is_verified_in_its_own_format(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--requests", "4", "--threads", "1", "--formats", "bf16/int8,fp16/fp32,int4/auto"]
+    formats = "bf16/int8,bf16/fp8,fp16/fp32,int4/auto"
+    flags = ["--requests", "4", "--threads", "1", "--formats", formats]
     assert main(["verify", str(checkpoint), *flags, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = report["formats"]
     assert [(one["weights"], one["kv"]) for one in found] == [
         ("bf16", "int8"),
+        ("bf16", "fp8"),
         ("fp16", "fp32"),
         ("int4", "auto"),
     ]
