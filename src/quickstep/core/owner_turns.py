@@ -34,6 +34,11 @@ class OwnerTurns(Generic[_Item]):
     def __bool__(self) -> bool:
         return bool(self._queues)
 
+    @property
+    def next_owner(self) -> str:
+        """Whose turn it is. Raises IndexError if nothing waits."""
+        return self._order[0][2]
+
     def waiting_of(self, owner: str) -> tuple[_Item, ...]:
         """The items of an owner, in the order of their turns."""
         return tuple([item for item, _ in self._queues.get(owner, ())])

@@ -55,6 +55,34 @@ def test_a_request_that_is_cancelled_takes_no_turn() -> None:
     assert order_of(["a", "a", "a", "b"], cancelled=(1, 2)) == ["a", "b"]
 
 
+def test_what_others_have_sent_is_read_before_a_client_has_its_next_turn() -> None:
+    """A request comes while one of a flood is at work: its bytes are read and its task begins in
+    the two runs of the loop after it.
+    """
+    begun: list[str] = []
+
+    async def request(turns: Turns, name: str, sent: list[asyncio.Task[None]]) -> None:
+        turn = await turns.take(name[0])
+        begun.append(name)
+        if name == "a1":
+            loop = asyncio.get_running_loop()
+            loop.call_soon(
+                lambda: sent.append(loop.create_task(request(turns, "b0", [])))  # is read
+            )
+        turn.leave()
+
+    async def run() -> None:
+        turns = Turns()
+        (await turns.take("b")).leave()
+        sent: list[asyncio.Task[None]] = []
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*[request(turns, f"a{place}", sent) for place in range(4)])
+            await asyncio.gather(*sent)
+
+    asyncio.run(run())
+    assert begun == ["a0", "a1", "b0", "a2", "a3"]
+
+
 def test_a_client_alone_waits_for_nothing() -> None:
     """None of its requests is put off to another run of the loop."""
 

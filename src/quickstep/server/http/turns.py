@@ -22,6 +22,8 @@ from contextvars import ContextVar
 from quickstep.core.owner_turns import OwnerTurns
 
 _REMEMBERED_S = 10.0  # how long there are turns after two clients came
+# From bytes on a socket to a request that waits for its turn: they are read, and its task begins.
+_READING_RUNS = 4
 _IN_HAND_S = 0.05  # what takes longer waits for something, as for bytes of its client
 
 
@@ -59,6 +61,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting = OwnerTurns[asyncio.Future[None]]()
         self._is_taken = False  # in this run of the loop
+        self._served = ""  # the client that had the last turn
         self._last_client: str | None = None
         self._ends_s = 0.0
         self._num_in_hand: dict[str, int] = {}  # of each client, and what waits for its turn
@@ -117,18 +120,23 @@ class Turns:
         if begins is not None:
             self._take_back(client, begins)
             self._waiting.push(client, begins)
-            if not self._is_taken:  # first the loop reads what others have sent meanwhile
-                self._is_taken, loop = True, begins.get_loop()
-                loop.call_soon(loop.call_soon, self._next, loop)
+            if not self._is_taken:
+                self._is_taken = True
+                self._next(begins.get_loop())
             return
         self._num_in_hand[client] -= 1
         if not self._num_in_hand[client]:
             del self._num_in_hand[client]
 
-    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give the next turn; what it starts runs before the one after it."""
+    def _next(self, loop: asyncio.AbstractEventLoop, num_runs: int = 0) -> None:
+        """Give the next turn; what it starts runs before the one after it. The client that had the
+        last one waits for `_READING_RUNS` runs of the loop, which read what others have sent.
+        """
         while self._waiting:
-            _, begins = self._waiting.pop()
+            if self._waiting.next_owner == self._served and num_runs < _READING_RUNS:
+                loop.call_soon(self._next, loop, num_runs + 1)
+                return
+            self._served, begins = self._waiting.pop()
             if not begins.done():  # cancelled
                 begins.set_result(None)
                 loop.call_soon(self._next, loop)
