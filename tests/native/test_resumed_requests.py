@@ -163,10 +163,11 @@ def resumed_after(request: Request, deltas: list[Delta]) -> Request:
 
 
 def received(deltas: list[Delta]) -> list[list[Delta]]:
-    """What matters of the deltas of each sequence, one by one."""
+    """What matters of the deltas of each sequence, one by one: not how they were generated."""
     found: dict[int, list[Delta]] = {}
     for delta in deltas:
-        found.setdefault(delta.index, []).append(replace(delta, timings=None))
+        output = replace(delta, timings=None, is_draft=False)
+        found.setdefault(delta.index, []).append(output)
     return [found[index] for index in sorted(found)]
 
 
