@@ -1,4 +1,4 @@
-"""A row of a long context: kv heads that go through it together give the bits of each alone."""
+"""A row of a long context: kv heads that are read together have the bits of one at a time."""
 
 from __future__ import annotations
 

@@ -667,8 +667,10 @@ class Scheduler:
         assert len(self._in_flight) <= self.max_in_flight, "too many steps in flight"
 
     def _unlisted_load(self) -> StepLoad:
-        """Of the rows of a step that are not listed in its plan, and whose sequences live."""
-        raise NotImplementedError  # `sim.grouped_scheduler` has such rows
+        """Of the rows of a step that are not listed in its plan, and whose sequences live: the
+        engine lists all, `sim.grouped_scheduler` does not.
+        """
+        return _NO_LOAD
 
     def _pending_tokens(self) -> Counter[str]:
         """How many tokens the steps in flight will emit, by sequence id."""

@@ -124,7 +124,8 @@ def test_chunks_say_which_tokens_were_drafts_to_who_asks_for_timings(
         lines = httpx.post(f"{server.url}/v1/{route}", json=asked).text.splitlines()
         seen.append([json.loads(line[6:]) for line in lines if line.startswith("data: {")])
     drafts = [
-        [one for part in parts for one in part["choices"] if "draft" in one] for parts in seen
+        [choice for part in parts for choice in part["choices"] if "draft" in choice]
+        for parts in seen
     ]
     (times,) = seen[0][-1]["quickstep"]["sequences"]
     assert times["num_accepted"] == len(drafts[0]) > 0
