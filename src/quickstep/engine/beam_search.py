@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 from msgspec import structs
 
+from quickstep.engine.requests import part_id
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -205,6 +206,7 @@ class BeamSearch:
         return self._submit(
             structs.replace(
                 self._request,
+                request_id=part_id(self._request.request_id),
                 prompt_token_ids=token_ids,
                 sampling=sampling,
                 timeout_s=left_s,

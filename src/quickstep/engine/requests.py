@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import secrets
 from collections.abc import Container, Iterable, Sequence
 
 from msgspec import structs
@@ -28,6 +29,13 @@ _LARGEST_PRIORITY = 2**53 - 1
 def open_seeds(seed: int | None) -> random.Random:
     """A source of seeds: reproducible for a `seed`, from the system's entropy for None."""
     return random.SystemRandom() if seed is None else random.Random(seed)
+
+
+def part_id(request_id: str) -> str:
+    """An id for one of the engine's requests that a client's request becomes, of which there may be
+    several, and which clients may send twice. `""`, for any free id, stays so.
+    """
+    return f"{request_id}-{secrets.token_hex(4)}" if request_id else ""
 
 
 class RequestIntake:

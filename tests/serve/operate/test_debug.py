@@ -218,16 +218,36 @@ def test_an_unknown_request_is_404() -> None:
     assert response.json()["error"]["code"] == "request_not_found"
 
 
-def test_the_engine_knows_a_request_by_the_id_of_its_response() -> None:
+_ONE = {"input": "a"}
+_BEAMS = {"prompt": "a", "use_beam_search": True, "n": 2, "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/completions", _BEAMS),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/api/embed", {**_ONE, "model": "fake"}),
+        ("/api/embeddings", {"prompt": "a", "model": "fake"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ],
+)
+def test_the_engine_knows_a_request_by_the_id_of_its_response(
+    path: str, body: dict[str, Any]
+) -> None:
     engine = FakeEngine()
 
     async def run() -> httpx.Response:
         async with client_of(create_app(engine)) as client:
-            body = {"messages": MESSAGES}
-            return await client.post(CHAT, json=body, headers={"x-request-id": "web 7"})
+            return await client.post(path, json=body, headers={"x-request-id": "web 7"})
 
     response = asyncio.run(run())
     assert response.headers["x-request-id"] == "web 7"
-    assert response.json()["id"] == "chatcmpl-web 7"
-    (item,) = engine.submitted
-    assert item.request_id.startswith("web 7-")
+    ids = [item.request_id for item in engine.submitted]
+    assert ids and len(set(ids)) == len(ids)
+    assert all(one.startswith("web 7-") for one in ids)
+    if path == CHAT:
+        assert response.json()["id"] == "chatcmpl-web 7"

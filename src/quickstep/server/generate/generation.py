@@ -14,7 +14,6 @@ with the field's name, in a stream as its error event.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +24,7 @@ from quickstep.core.sequence import sequence_seed
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.interface import ServedEngine, TokenStream, Vocabulary
 from quickstep.engine.outputs import best_indices
+from quickstep.engine.requests import part_id
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import BeamStream, open_beams
 from quickstep.server.generate.prompts import (
@@ -454,13 +454,10 @@ async def open_generation(
 
 
 def _submit(engine: ServedEngine, token_ids: Sequence[int], request: ParsedRequest) -> TokenStream:
-    one = structs.replace(request.request, prompt_token_ids=tuple(token_ids), request_id="")
+    one = structs.replace(request.request, prompt_token_ids=tuple(token_ids))
     if request.beams is not None:
         return open_beams(engine, one, request.beams)
-    if http_id := request.request.request_id:
-        # several prompts share it, and clients may send one twice
-        one = structs.replace(one, request_id=f"{http_id}-{secrets.token_hex(4)}")
-    return engine.stream(one)
+    return engine.stream(structs.replace(one, request_id=part_id(one.request_id)))
 
 
 async def _prepare(engine: ServedEngine, request: ParsedRequest) -> object:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from quickstep.engine.interface import TokenStream
+from quickstep.engine.requests import part_id
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.api import Observers, PromptsObserver
 from quickstep.server.generate.endpoint import caller_of, endpoint_of
@@ -85,6 +86,7 @@ class PromptRun:
         endpoint: str,
         received_s: float | None = None,
         added_priority: int = 0,
+        request_id: str = "",
     ) -> None:
         server, timeout_s = model.server, fields.timeout_s
         if timeout_s is not None and not timeout_s > 0:
@@ -97,6 +99,7 @@ class PromptRun:
         self.lanes = server.lanes.of(caller)
         self._caller = caller
         self._common = Request(
+            request_id,
             priority=priority_of_key(caller, fields.priority or 0, server.api_keys, added_priority),
             tenant=tenant_of_key(caller, label("user", fields.user, server.limits)),
             tenant_weight=server.api_keys.weight_of(caller),
@@ -110,8 +113,11 @@ class PromptRun:
     @classmethod
     def of(cls, request: HttpRequest, model: ServedModel, fields: PromptFields) -> Self:
         """The prompts of an HTTP request with the body `fields`. Raises RequestError."""
-        received_s: float = request.scope["state"]["received_s"]
-        return cls(model, fields, caller_of(request), endpoint_of(request), received_s)
+        state = request.scope["state"]
+        received_s: float = state["received_s"]
+        http_id: str = state["request_id"]
+        caller, endpoint = caller_of(request), endpoint_of(request)
+        return cls(model, fields, caller, endpoint, received_s, request_id=http_id)
 
     async def answers(
         self,
@@ -142,6 +148,7 @@ class PromptRun:
             requests = [
                 msgspec.structs.replace(
                     self._common,
+                    request_id=part_id(self._common.request_id),
                     prompt_token_ids=tuple(prompt),
                     sampling=sampling,
                     pooling=pooling,
