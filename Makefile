@@ -139,8 +139,6 @@ docs-test: $(READY)
 	$(BIN)/python tools/run_guides.py
 	$(BIN)/python tools/write_guide_outputs.py --check
 
-# The chart and the manifests in deploy/, with Helm's library and Kubernetes' schemas; `make manifests`
-# writes the manifests from the chart.
 # What the container installs, as CycloneDX.
 sbom: $(DEPLOY)/.ready
 	@mkdir -p build
@@ -151,6 +149,8 @@ sbom: $(DEPLOY)/.ready
 audit: $(DEPLOY)/.ready
 	$(DEPLOY)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/container-requirements.txt
 
+# The chart and the manifests in deploy/, with Helm's library and Kubernetes' schemas; `make manifests`
+# writes the manifests from the chart.
 deploy-check manifests: $(DEPLOY)/.ready
 	$(DEPLOY)/bin/python tools/check_deploy.py $(if $(filter manifests,$@),--write)
 

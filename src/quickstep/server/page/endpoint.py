@@ -45,7 +45,7 @@ class PageFile:
 
     @cached_property
     def _compressed(self) -> bytes:
-        return zlib.compress(self.content, 9, wbits=31)  # with gzip's header
+        return zlib.compress(self.content, wbits=31)  # with gzip's header
 
     @cached_property
     def _etag(self) -> str:
