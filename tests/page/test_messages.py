@@ -147,6 +147,23 @@ def test_conversations_of_a_key_are_there_in_another_browser(
         page.context.close()
 
 
+def test_a_key_that_is_typed_stays_while_the_page_learns_that_it_needs_one(
+    browser: Browser, keyed_address: str
+) -> None:
+    page = browser.new_context().new_page()
+    held: list[Route] = []
+    for path in ("**/v1/models", "**/openapi.json"):
+        page.route(path, lambda route: held.append(route))
+    with page.expect_request("**/openapi.json"):
+        page.goto(keyed_address)
+    page.get_by_label("API key").fill("AAAA")
+    for route in held:
+        route.continue_()
+    expect(page.get_by_text("an API key is missing")).to_be_visible()
+    expect(page.get_by_label("API key")).to_have_value("AAAA")
+    page.context.close()
+
+
 def test_what_is_typed_stays_while_an_answer_is_drawn(page: Page) -> None:
     begin_long_answer(page, "count", 400)
     parameters = page.get_by_label("json_schema", exact=True)

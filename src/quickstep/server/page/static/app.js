@@ -1,5 +1,5 @@
 // The page: its tabs, the API key, and light or dark.
-import { html, render, useEffect, useReducer, useState } from "./html.js";
+import { TextField, html, render, useEffect, useReducer, useState } from "./html.js";
 import { apiKey, setApiKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { embedded } from "./records.js";
@@ -47,8 +47,8 @@ function Page({ session, report }) {
       ${!report && html`
         <a href="docs">${T.apiPage}</a>
         <label class="key">${T.apiKey}
-          <input type="password" autocomplete="off" placeholder=${T.apiKeyHint} value=${apiKey()}
-            onChange=${(event) => { setApiKey(event.target.value); session.connect(); }} /></label>`}
+          <${TextField} as="input" type="password" autocomplete="off" placeholder=${T.apiKeyHint} value=${apiKey()}
+            onRead=${(key) => { setApiKey(key); session.connect(); }} /></label>`}
       <button type="button" onClick=${switchTheme}>${T.theme}</button>
     </header>
     <main><div id="panel" role="tabpanel" aria-labelledby="tab-${tab}">

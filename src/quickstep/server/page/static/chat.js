@@ -1,5 +1,5 @@
 // The chat: conversations, messages, the field for the next item, and the settings.
-import { TextArea, html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
+import { TextField, html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { apiKey, getJson } from "./api.js";
 import { Attachments, attached, contentOf } from "./attachments.js";
 import { codeOf } from "./code.js";
@@ -164,8 +164,9 @@ function Figures({ message }) {
   const accepted = figures.sequences?.reduce((sum, item) => sum + item.num_accepted, 0);
   const items = [
     [T.ttft, `${figures.ttft_ms.toFixed(0)} ms`],
-    figures.tpot_ms && [T.tpot, `${figures.tpot_ms.toFixed(1)} ms`],
-    figures.tpot_ms && [T.speed, T.tokensPerSecond((1e3 / figures.tpot_ms).toFixed(1))],
+    figures.tpot_ms !== null && [T.tpot, `${figures.tpot_ms.toFixed(1)} ms`],
+    // without a speed if all came at once
+    figures.tpot_ms >= 0.05 && [T.speed, T.tokensPerSecond((1e3 / figures.tpot_ms).toFixed(1))],
     [T.tokens, message.usage?.completion_tokens ?? figures.num_tokens],
     figures.device_s !== undefined && [T.deviceTime, `${figures.device_s.toFixed(3)} s`],
     figures.cached_tokens > 0 && [T.cached, T.outputTokens(figures.cached_tokens)],
@@ -246,7 +247,7 @@ function Panel({ session }) {
     <label><input type="checkbox" checked=${session.isRaw}
       onChange=${(event) => session.set({ isRaw: event.target.checked })} /> ${T.raw}</label>
     <label>${T.system}
-      <${TextArea} rows="3" value=${session.conversation.system} onRead=${(text) => session.setSystem(text)} /></label>
+      <${TextField} rows="3" value=${session.conversation.system} onRead=${(text) => session.setSystem(text)} /></label>
     <${Tools} session=${session} />
     <${Settings} session=${session} />
     <fieldset>

@@ -1,6 +1,6 @@
 // The fields of a request, from the schema of the server: names, bounds, defaults and descriptions
 // are those of /openapi.json. Fields of several values are written as JSON.
-import { TextArea, html, useState } from "./html.js";
+import { TextField, html, useState } from "./html.js";
 import { T } from "./texts.js";
 
 // what the chat sets itself, and what has an editor of its own
@@ -90,7 +90,7 @@ function Field({ name, schema, session }) {
       }
     };
     const text = value === undefined || typeof value === "string" ? (value ?? "") : JSON.stringify(value, null, 1);
-    input = html`<${TextArea} rows="1" ...${shared} value=${text} onRead=${read} />`;
+    input = html`<${TextField} rows="1" ...${shared} value=${text} onRead=${read} />`;
   }
   return html`
     <div class="field">

@@ -1,5 +1,5 @@
 // Tools: their declarations in the settings, and results that the user writes by hand.
-import { TextArea, html, useState } from "./html.js";
+import { TextField, html, useState } from "./html.js";
 import { T } from "./texts.js";
 
 const EMPTY = { type: "object", properties: {} };
@@ -51,7 +51,7 @@ function Tool({ tool, onChange, onRemove }) {
       <label>${T.toolDescription}
         <input value=${tool.description ?? ""} onInput=${(event) => onChange({ description: event.target.value })} /></label>
       <label>${T.toolParameters}
-        <${TextArea} rows="5" aria-invalid=${problem ? "true" : null}
+        <${TextField} rows="5" aria-invalid=${problem ? "true" : null}
           value=${JSON.stringify(tool.parameters ?? EMPTY, null, INDENT)} onRead=${read} /></label>
       ${problem && html`<p class="problem">${problem}</p>`}
       <button type="button" class="small" onClick=${onRemove}>${T.removeTool(tool.name)}</button>
