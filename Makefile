@@ -28,6 +28,10 @@ DEPLOY := .venv-deploy
 DOCS := .venv-docs
 RAY := .venv-ray
 PAGE := .venv-page
+CHROMIUM := $(or $(QUICKSTEP_CHROMIUM),/usr/bin/chromium)
+PAGE_TESTS := AXE=$(CURDIR)/$(PAGE)/node_modules/axe-core/axe.min.js $(PAGE)/bin/python -m pytest tests/page
+# In `make test` if chromium is there; the names are those of functions.
+SHORT_PAGE_TESTS := a_chat_streams or stop_keeps or timeline_moves or hostile_answer
 
 CHECKS := counts check-types check-rules check-references check-style
 
@@ -101,9 +105,10 @@ $(GEMMA3): tests/real/gemma3.txt | $(BIN)/python
 # A machine may set that no bytecode is written; then each process that a test starts would compile all
 # of Quickstep again, which takes longer than its own work.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(READY)
+test: $(READY) $(if $(wildcard $(CHROMIUM)),$(PAGE)/.ready)
 	$(PYTEST) --without-torch tests/pure
 	$(PYTEST) --ignore=tests/pure
+	$(if $(wildcard $(CHROMIUM)),$(PAGE_TESTS) -k "$(SHORT_PAGE_TESTS)",@echo "the page is not tested: there is no $(CHROMIUM)")
 
 # Strict: a link that leads nowhere ends it. `tools/check_docs.py` checks links in `make check`, without Sphinx.
 docs: $(DOCS)/.ready
@@ -179,9 +184,9 @@ $(CLIENTS)/%/.ready: tests/clients/%/requirements.txt
 	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-# The page at / in Debian's chromium (QUICKSTEP_CHROMIUM names another one).
+# The page at / in Debian's chromium (QUICKSTEP_CHROMIUM names another one); a part of it in `make test`.
 page: $(READY) $(PAGE)/.ready
-	AXE=$(CURDIR)/$(PAGE)/node_modules/axe-core/axe.min.js $(PAGE)/bin/python -m pytest tests/page
+	$(PAGE_TESTS)
 
 $(PAGE)/.ready: tests/page/requirements.txt tests/page/package.json
 	$(PYTHON) -m venv $(PAGE)
