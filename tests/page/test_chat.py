@@ -168,6 +168,15 @@ def test_an_error_is_reported_at_its_field(page: Page) -> None:
     expect(page.get_by_role("alert")).to_contain_text("temperature")
 
 
+def test_the_levels_of_effort_are_a_menu(page: Page) -> None:
+    effort = page.get_by_label("reasoning_effort", exact=True)
+    effort.select_option('"low"')
+    page.get_by_label("max_tokens", exact=True).fill("2")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "def add(a, b):")
+    assert sent.value.post_data_json["reasoning_effort"] == "low"
+
+
 def test_bounds_are_those_of_the_document(page: Page, address: str) -> None:
     document = page.request.get(f"{address}/openapi.json").json()
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]

@@ -13,7 +13,7 @@ from quickstep.errors import ConfigError
 from quickstep.sampling_params import PRESETS
 from quickstep.server.app import create_app
 from quickstep.server.fields.sampling_fields import BUDGET_NAMES
-from quickstep.server.generate.conversation import EFFORT_BUDGETS
+from quickstep.server.fields.shared_fields import EFFORT_BUDGETS
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import AnswerOptions, ServerOptions
 from quickstep.text.tool_calls.formats import formats_of

@@ -5,12 +5,20 @@ The request types of the APIs use these as annotations; a field of one schema is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from quickstep.engine.adapters import MAX_SCALE
 from quickstep.server.fields.field_classes import effect, hint, note, refused
+
+# Reasoning tokens by the level of effort, for models whose template has no levels; None for no
+# limit. Those of Google's OpenAI endpoint, with half of `low` as `minimal`.
+EFFORT_BUDGETS: Mapping[str, int | None] = MappingProxyType(
+    {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": None, "max": None}
+)
 
 
 class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -86,7 +94,7 @@ PromptCacheRetention = Annotated[
     str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
 ]
 ReasoningEffort = Annotated[
-    str | None,
+    Annotated[str, msgspec.Meta(examples=["none", *EFFORT_BUDGETS])] | None,
     effect(
         "Turns reasoning off (none), or sets the level where the chat template has one; where it"
         " has none, minimal, low, medium and high are a thinking_budget of 512, 1024, 8192 and"

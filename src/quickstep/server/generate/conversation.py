@@ -7,7 +7,6 @@ template is given, which grammar the message has to follow, what to read out of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.fields.sampling_fields import SamplingFields
+from quickstep.server.fields.shared_fields import EFFORT_BUDGETS
 from quickstep.server.generate.generation import OutputReading, ParsedRequest
 from quickstep.server.generate.prompts import ChatPrompt
 from quickstep.server.generate.sampling import engine_request, label, sampling_params
@@ -24,12 +24,6 @@ from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import RequestLimits, bounded
 from quickstep.text.message_content import text_of
 from quickstep.text.tool_calls.formats import REASONING_FORMATS
-
-# Reasoning tokens by the level of effort, for models whose template has no levels; None for no
-# limit. Those of Google's OpenAI endpoint, with half of `low` as `minimal`.
-EFFORT_BUDGETS: Mapping[str, int | None] = MappingProxyType(
-    {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": None, "max": None}
-)
 
 
 class Effort(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ function Field({ name, schema, session }) {
   const value = session.fields[name];
   const forms = formsOf(schema);
   const number = forms.length === 1 && forms.find((form) => form.type === "number" || form.type === "integer");
-  const choices = forms.flatMap((form) => form.enum ?? []);
+  const choices = forms.flatMap((form) => form.enum ?? form.examples ?? []);
   const id = `field-${name}`;
   const change = (next) => {
     const fields = { ...session.fields };
