@@ -35,7 +35,7 @@ SHORT_PAGE_TESTS := a_chat_streams or stop_keeps or timeline_moves or hostile_an
 
 CHECKS := counts check-types check-rules check-references check-style
 
-.PHONY: help demo try-smollm2 test real docs docs-test page sbom audit deploy-check manifests clients check $(CHECKS) counts format fuzz faults sanitize bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo try-smollm2 test real docs docs-test page sbom audit deploy-check manifests clients check $(CHECKS) counts format fuzz faults sanitize bench soak predictions peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from SmolLM2 (98 MB, fetched once); MODEL=demo: the bundled model"
@@ -60,6 +60,7 @@ help:
 	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
 	@echo "make bench        measure the speed of this machine"
 	@echo "make soak         a server under mixed load for MINUTES=10, then one with three models"
+	@echo "make predictions  what was predicted of this machine, and what it did"
 	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
 	@echo "make gpu          on an NVIDIA GPU, 9 minutes each: RUN=correct, RUN=fast, RUN=compared"
 	@echo "make ray          engines on the nodes of a Ray cluster of this machine"
@@ -264,6 +265,11 @@ MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --switch-models
+
+# What was predicted of this machine and what it did, with every miss: steps, latencies under four loads,
+# drafts, adapters. 8 minutes; ARGS="--model DIR" takes a checkpoint.
+predictions: $(READY)
+	$(BIN)/python -m benchmarks.predictions $(ARGS)
 
 # Quickstep compared with vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
 # them up first (GBs). `make peers PEERS=--quick` takes 10 minutes once they are set up.
