@@ -106,11 +106,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each phase of a route")
     parser.add_argument("--requests", type=int, default=100, help="least number in a phase")
     parser.add_argument("--connections", type=int, default=16, help="that flood")
+    parser.add_argument("--threads", type=int, default=0, help="of the engine (default: all cores)")
     parser.add_argument("--only", default="", help="texts in the path of the routes, A,B")
     args = parser.parse_args()
     print(describe_machine())
     print(f"load average {os.getloadavg()[0]:.1f} before")
-    print(f"quickstep serve {args.model}", *_ARGUMENTS)
+    flags = (*_ARGUMENTS, *(("--threads", str(args.threads)) if args.threads else ()))
+    print(f"quickstep serve {args.model}", *flags)
     effort = Effort(args.seconds, args.requests, args.connections)
     print(f"{args.connections} connections flood; a phase takes {args.seconds:g} s or longer")
     print(f"{'milliseconds':<42}{'quiet':>9}{'':>9}{'flooded':>9}")
@@ -119,7 +121,7 @@ def main() -> int:
         "  flood"
     )
     results = measured(
-        args.model, effort, args.only, lambda result: print(result.line(), flush=True)
+        args.model, effort, args.only, lambda result: print(result.line(), flush=True), flags
     )
     failures = [failure for result in results for failure in result.failures]
     failures += [
@@ -137,9 +139,10 @@ def measured(
     effort: Effort,
     only: str = "",
     report: Callable[[RouteResult], object] = lambda result: None,
+    flags: Sequence[str] = _ARGUMENTS,
 ) -> list[RouteResult]:
     """The results of all routes whose path contains a text of `only` (`A,B`); each is reported."""
-    server = ServerProcess([model, *_ARGUMENTS])
+    server = ServerProcess([model, *flags])
     server.start()
     flood = _FloodProcess(server.url, effort.num_connections)
     try:

@@ -2,8 +2,9 @@
 
 Runs `quickstep verify` and the property tests of one file in turns, and now and then random runs
 of schedulers and of live engines, each with its own seed, and prints each command. Exit status 1 at
-the first failure. `--seed` repeats an earlier search: the
-seeds count up from it.
+the first failure. A run ends after a twentieth of the time, at least two minutes: the property
+tests of a few files would take all of it. `--seed` repeats an earlier search: the seeds count up
+from it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FORMATS: tuple[tuple[str, ...], ...] = (
 )
 RANDOM_RUNS = ("tests/support/random_runs.py", "tests/support/random_engine_runs.py")
 NOTHING_COLLECTED = 5  # pytest's exit status
+LEAST_LIMIT_S = 120.0  # of a run
 
 Run = Callable[[Sequence[str], float], int | None]
 
@@ -99,13 +101,13 @@ def search(
     seconds: float, seed: int, files: Sequence[str], run: Run, clock: Callable[[], float]
 ) -> Summary:
     """Run commands until the time is over or one fails."""
-    summary, end = Summary(), clock() + seconds
+    summary, end, most_s = Summary(), clock() + seconds, max(LEAST_LIMIT_S, seconds / 20)
     for command in commands(seed, files):
         left = end - clock()
         if left <= 0:
             break
         print("$", *command, flush=True)
-        status = run(command, left)
+        status = run(command, min(left, most_s))
         if status is None:
             summary.num_unfinished += 1
         elif status and not (status == NOTHING_COLLECTED and "pytest" in command):

@@ -62,6 +62,20 @@ def test_it_ends_with_the_time_and_every_run_has_a_seed_of_its_own(
     assert again.ran == machine.ran
 
 
+def test_a_long_run_leaves_time_to_the_others(tool: ModuleType) -> None:
+    machine, limits = Machine(), list[float]()
+
+    def run(command: tuple[str, ...], limit_s: float) -> None:
+        limits.append(limit_s)
+        machine.now += limit_s
+
+    assert tool.search(600.0, 3, FILES, run, machine.clock).num_unfinished == 5
+    assert limits == [120.0] * 5
+    limits.clear()
+    tool.search(6000.0, 3, FILES, run, machine.clock)
+    assert limits == [300.0] * 20
+
+
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_the_first_failure_ends_it_and_names_its_command(tool: ModuleType, number: int) -> None:
     machine = Machine({number: 1})
