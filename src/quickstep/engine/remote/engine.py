@@ -79,7 +79,7 @@ from quickstep.types import FinishReason, KVTarget, Request, SequenceTimings, Sl
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
-_DEADLINE_MARGIN_S = 1.0
+_DEADLINE_MARGIN_S = 0.5
 # Messages that may wait for a process that does not read.
 LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
@@ -659,8 +659,8 @@ class RemoteEngine:
     def stream(self, request: Request) -> Stream:
         """Check a request and send it to the engine; `Stream.accepted` returns once it is accepted.
 
-        The id, the seed and the end tokens are set here. If the engine has not ended the request a
-        second after its deadline, it is ended here with the output so far.
+        The id, the seed and the end tokens are set here. If the engine has not ended the request half
+        a second after its deadline, it is ended here with the output so far.
 
         Raises:
             RequestError: The request cannot be served as it is.
