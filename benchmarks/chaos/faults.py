@@ -32,6 +32,7 @@ __all__ = ["FAULTS", "Fault"]
 
 _TCP_REPAIR = 19  # of linux/tcp.h: a socket that is closed in this state sends nothing
 _HOUR_S = 3600.0
+_LOAD_S = 30.0  # until an adapter has to be there
 
 Break = Callable[[World, Random], AbstractAsyncContextManager[None]]
 
@@ -246,17 +247,23 @@ async def _half_open(world: World, rng: Random) -> AsyncIterator[None]:
 # -- operators ------------------------------------------------------------------------------------
 
 
-async def _operate(world: World, path: str, body: dict[str, object] | None = None) -> None:
-    """Call a route of operators, which may refuse: the engine may be away."""
+async def _operate(world: World, path: str, body: dict[str, object] | None = None) -> bool:
+    """Call a route of operators; False if it refuses, since an engine may be away."""
     async with httpx.AsyncClient(base_url=world.server.url, headers=ADMIN, timeout=60.0) as client:
         with suppress(httpx.HTTPError):
-            await client.post(path, json=body or {})
+            return (await client.post(path, json=body or {})).status_code == 200
+    return False
 
 
 async def load_adapter(world: World, name: str) -> None:
     """Load one of the bundled adapters, again if it is there."""
     body = {"lora_name": name, "lora_path": str(world.adapter_path(name)), "load_inplace": True}
-    await _operate(world, "/v1/load_lora_adapter", body)
+    until_s = time.monotonic() + _LOAD_S
+    # an operator tries again: while an engine is started, the answer is 503
+    while not await _operate(world, "/v1/load_lora_adapter", body):
+        if time.monotonic() > until_s:
+            return
+        await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
@@ -298,7 +305,7 @@ _NO_ROOM = "^(507|a batch failed:) the server's disk is full"
 _NO_WORKER = "^503 the process that tokenises long texts ended"
 _DEATHS = "[0-9]+ engine processes ended in a row while they computed it"  # docs/guide/scale.md
 _NO_DESCRIPTORS = "Too many open files|cannot be (started|written)"
-_NO_MEMORY = f"{_DEATHS}|cannot be started|can't start new thread|MemoryError|Cannot allocate"
+_NO_MEMORY = f"{_DEATHS}|failed to map segment|cannot be started|can't start new thread|MemoryError"
 _GRAMMARS, _TOKENIZER = b"grammar.trial_worker", b"text.tokenizer_worker"
 
 FAULTS: tuple[Fault, ...] = (

@@ -116,6 +116,8 @@ class Run:
         await self._settled()
         await self._nothing_left(before)
         memory = self.world.server.memory_bytes()
+        for when, held in (("before", before), ("at the end", Held(self.world))):
+            self.facts.append(f"held {when}: {held}")
         self.facts += [
             f"memory of the {name}: {before_memory[name] >> 20} to {memory[name] >> 20} MiB"
             for name in ("server", "engine")

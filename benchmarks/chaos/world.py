@@ -16,6 +16,7 @@ import struct
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -68,8 +69,11 @@ class Held:
 
     def __init__(self, world: World) -> None:
         ids = world.server.process_ids()
+        self.opened = _opened(ids[0])
         self.counts = {
             "processes": len(ids),
+            "processes of grammars": len(world.ids_of(b"grammar.trial_worker")),
+            "processes of long texts": len(world.ids_of(b"text.tokenizer_worker")),
             "threads of the server": _num_threads(ids[0]),
             "threads of engines": sum(_num_threads(engine) for engine in world.engine_ids()),
             "descriptors of the server": _num_descriptors(ids[0]),
@@ -81,13 +85,28 @@ class Held:
             "files of clients": len(list((world.folder / "files").glob("file-*"))),
         }
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {count}" for name, count in self.counts.items())
+
     def above(self, before: Held) -> dict[str, str]:
-        """What there is more of than before."""
+        """What there is more of than before; of descriptors, which ones."""
+        more = self.opened - before.opened
+        which = ", ".join(f"{count} x {what}" for what, count in more.items())
         return {
             name: f"{before.counts[name]} before, {count} at the end"
+            + (f" ({which})" if name == "descriptors of the server" else "")
             for name, count in self.counts.items()
             if count > before.counts[name] + (_POOLED if "threads of the server" in name else 0)
         }
+
+
+def _opened(process_id: int) -> Counter[str]:
+    """The descriptors of a process by what they are, without numbers."""
+    found: Counter[str] = Counter()
+    for entry in Path(f"/proc/{process_id}/fd").iterdir():
+        with suppress(OSError):
+            found[re.sub(r"\[\d+\]", "", str(entry.readlink()))] += 1
+    return found
 
 
 def _num_threads(process_id: int) -> int:
@@ -191,9 +210,15 @@ class World:
         return self.ids_of(b"engine.remote.worker")
 
     def ids_of(self, module: bytes) -> list[int]:
-        """The server's children that run a module, the oldest first."""
-        children = [child for child in self.server.process_ids()[1:] if module in _command(child)]
-        return sorted(child for child in children if _parent(child) == self.server.process_ids()[0])
+        """The processes of the server that run a module, the oldest first, without those that are
+        about to run another one.
+        """
+        commands = {child: _command(child) for child in self.server.process_ids()[1:]}
+        return sorted(
+            child
+            for child, command in commands.items()
+            if module in command and commands.get(_parent(child)) != command
+        )
 
     def health(self) -> dict[str, object]:
         """What `/health` says."""

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -780,9 +781,15 @@ class RemoteEngine:
                 texts = await asyncio.to_thread(Texts.own, self._load, self._inputs)
             return texts
         path = Path(facts.path)
-        if texts is None or texts.path != path:
-            texts = await asyncio.to_thread(Texts.open, path, self._inputs)
-        return texts
+        if texts is not None and texts.path == path:
+            return texts
+        model, files = self._model, None
+        if model is not None and model.texts.path == path:
+            with suppress(OSError):  # `Texts.open` says what is missing
+                files = await asyncio.to_thread(file_versions, path)
+            if files == model.files:  # another tokenizer would have a process of its own
+                return model.texts
+        return await asyncio.to_thread(Texts.open, path, self._inputs)
 
     def receive(self, message: FromEngine) -> None:
         """The process sent a message (the supervisor only)."""
