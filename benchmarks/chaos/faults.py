@@ -305,6 +305,7 @@ _NO_ROOM = "^(507|a batch failed:) the server's disk is full"
 _NO_WORKER = "^503 the process that tokenises long texts ended"
 _DEATHS = "[0-9]+ engine processes ended in a row while they computed it"  # docs/guide/scale.md
 _NO_DESCRIPTORS = "Too many open files|cannot be (started|written)"
+_NO_TRIAL = "^503 (the process that tries out grammars ended|the grammar was not compiled within)"
 _NO_MEMORY = f"{_DEATHS}|failed to map segment|cannot be started|can't start new thread|MemoryError"
 _GRAMMARS, _TOKENIZER = b"grammar.trial_worker", b"text.tokenizer_worker"
 
@@ -318,8 +319,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("an engine is stopped until it is replaced", _engine_stopped, (STALL_S + 1, STALL_S + 3)),
     Fault("the engines get no more memory", _out_of_memory, (0.5, 2.0), errors=_NO_MEMORY),
     Fault("the server is stopped", _server_stopped, (0.2, 1.5), holds="all"),
-    Fault("the process of grammars is killed", partial(_child_killed, _GRAMMARS)),
-    Fault("the process of grammars is stopped", partial(_child_stopped, _GRAMMARS), (0.5, 3.0)),
+    Fault("the process of grammars is killed", partial(_child_killed, _GRAMMARS), errors=_NO_TRIAL),
+    Fault(
+        "the process of grammars is stopped",
+        partial(_child_stopped, _GRAMMARS),
+        (0.5, 3.0),
+        errors=_NO_TRIAL,
+    ),
     Fault(
         "the process of long texts is killed", partial(_child_killed, _TOKENIZER), errors=_NO_WORKER
     ),
