@@ -126,6 +126,10 @@ class Run:
         self.facts.append(
             f"{health['num_restarts']} restarts of engines, {health['num_moved_requests']} moves"
         )
+        num_read = -1
+        while num_read != len(self._records):  # the last ones are on their way
+            num_read = len(self._records)
+            await asyncio.sleep(1.0)
         for task in (following, watching):
             task.cancel()
         await asyncio.gather(following, watching, return_exceptions=True)
