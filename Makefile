@@ -219,6 +219,7 @@ check-rules:
 	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/check_claims.py
 	$(BIN)/python tools/check_commits.py
 
 check-references:

@@ -24,7 +24,12 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Guides": ("docs/guide/", "examples/"),
     "Operation": ("deploy/",),
     "Reference": ("docs/reference/", "docs/glossary.md"),
-    "Background": ("docs/guide/why/README.md", "docs/guide/why/", "ARCHITECTURE.md"),
+    "Background": (
+        "docs/claims.md",
+        "docs/guide/why/README.md",
+        "docs/guide/why/",
+        "ARCHITECTURE.md",
+    ),
     "Design": ("docs/design/README.md", "docs/design/"),
     "Results": ("benchmarks/results/",),
     "Project": ("CONTRIBUTING.md", "CHANGELOG.md", ""),

@@ -149,6 +149,10 @@ class StepOutOfMemory(EngineError):
     """A step did not fit into the device's memory. Its sequences end; others continue."""
 
 
+class EngineNotStarted(EngineError):
+    """The system has no descriptor, process or memory for another process now."""
+
+
 class EngineDied(EngineError):
     """The engine's process ended while the request ran; the request may be the cause."""
 

@@ -17,9 +17,9 @@ import pytest
 import scripted_worker
 from listening_engine import TOKEN, EngineCommand, hello, listening, token_file
 from msgspec.structs import replace
-from pulled_cable import Cable, cable
 from scripted_engine import ScriptedEngine
 
+from benchmarks.pulled_cable import Cable, cable
 from quickstep.cluster.replicas import ReplicaSet
 from quickstep.config import ReplicaConfig, RouterName
 from quickstep.engine.llm import engine_config

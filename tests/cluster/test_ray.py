@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from pulled_cable import Cable, cable
 from ray_cluster import RayCluster, ray_cluster
 
+from benchmarks.pulled_cable import Cable, cable
 from quickstep.cluster.placed_engines import PlacedEngines
 from quickstep.cluster.ray_hosts import PlaceGroup
 from quickstep.cluster.replicas import ReplicaSet

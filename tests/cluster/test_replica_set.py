@@ -23,6 +23,7 @@ from quickstep.core.recordings.routing import replay_routing
 from quickstep.engine.llm import engine_config
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.engine.remote.messages import AdapterNote
 from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, RequestError
@@ -406,6 +407,47 @@ def test_an_adapter_moves_with_its_request_or_the_stream_ends() -> None:
         ((_, _, _, _, end),) = second.values()
         assert end[0] is FinishReason.ERROR
         assert "'two' was unloaded or replaced" in end[2]
+
+    run(test, num_replicas=1, enable_lora=True)
+
+
+def test_an_adapter_that_the_system_did_not_let_a_restart_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a thread or a descriptor for a moment, an engine would be without it for ever."""
+    monkeypatch.setattr("quickstep.engine.remote.engine._RELOAD_S", 0.05)
+    bundled = bundled_adapter("demo-sql")
+    assert bundled is not None
+    path, away = tmp_path / "mine", tmp_path / "away"
+    shutil.copytree(bundled, path)
+
+    async def test(engine: ReplicaSet) -> None:
+        await engine.load_adapter("mine", str(path))
+        request = replace(request_of(engine, 0), adapter="mine")
+        expected = await output(engine, request)
+        remote, num_refused, note_change = engine.engines[0], 0, engine.engines[0]._note_change
+
+        def refused(note: AdapterNote) -> None:
+            nonlocal num_refused
+            if note.refused is not None:
+                num_refused += 1
+                note = replace(note, refused=replace(note.refused, status=500, code=None))
+            note_change(note)
+
+        monkeypatch.setattr(remote, "_note_change", refused)
+        path.rename(away)
+        kill(engine, 0)
+        while num_refused < 2:
+            await asyncio.sleep(0.01)
+        away.rename(path)
+        while remote._reloads or num_refused < 2:
+            await asyncio.sleep(0.01)
+        while True:  # ended by the limit of the test
+            try:
+                assert await output(engine, request) == expected
+                return
+            except RequestError:
+                await asyncio.sleep(0.05)
 
     run(test, num_replicas=1, enable_lora=True)
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _ADDRESS = re.compile(r" at (http://\S+)/v1")
@@ -22,10 +22,13 @@ _NAMES = {
 
 
 class ServerProcess:
-    """A server on a free port. Call `start`, and `stop` at the end."""
+    """A server on a free port, with `environment` in addition to ours. Call `start`, and `stop` at
+    the end.
+    """
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._argv = [sys.executable, "-m", "quickstep", "serve", "--port", "0", *argv]
+        self._environment = environment or {}
         self._process: subprocess.Popen[str] | None = None
         self._serving = threading.Event()
         self.url = ""
@@ -33,7 +36,11 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the server and wait until it is ready. Raises RuntimeError if it does not start."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            **self._environment,
+        }
         self._process = subprocess.Popen(
             self._argv, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )

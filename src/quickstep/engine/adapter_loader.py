@@ -255,7 +255,10 @@ async def _in_thread(work: Callable[[], _Result], limit_s: float, what: str) -> 
             _LOGGER.exception("%s failed", what)
             outcome.set_exception(EngineError(f"{what} failed: {type(error).__name__}: {error}"))
 
-    threading.Thread(target=run, name="adapter", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="adapter", daemon=True).start()
+    except RuntimeError as error:  # the system has no memory or no process left
+        raise EngineError(f"{what} failed: {error}; send the request again later") from error
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(outcome)

@@ -58,6 +58,9 @@ class TokenizerProcess:
                 "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
             ) from error
         with self._lock:
+            if self._worker is not None and not self._worker.is_alive:  # of no text of ours
+                self._worker.end()
+                self._worker = None
             if self._worker is None:
                 self._worker = WorkerProcess(_MODULE, str(self._path))
             try:

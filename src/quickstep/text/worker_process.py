@@ -53,6 +53,11 @@ class WorkerProcess:
         """The operating system's id."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
     def exchange(self, frame: bytes, timeout_s: float) -> bytes:
         """Send a frame and wait for the answer. A child that takes longer is killed.
 

@@ -113,6 +113,17 @@ def test_a_worker_that_hangs_is_killed(tokenizer: Tokenizer, length: int) -> Non
     trial.check(GrammarSource("regex", "d"))
 
 
+def test_a_worker_that_died_between_two_grammars_fails_none(tokenizer: Tokenizer) -> None:
+    trial = GrammarCompiler(tokenizer, 264, LOOSE).trial
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        trial.check(GrammarSource("regex", f"a{number}"))
+        assert trial.process_id is not None
+        os.kill(trial.process_id, number)
+        os.waitid(os.P_PID, trial.process_id, os.WEXITED | os.WNOWAIT)
+    trial.check(GrammarSource("regex", "b"))
+    assert trial.num_started == 3
+
+
 def test_verdicts_that_are_kept_are_bounded(tokenizer: Tokenizer) -> None:
     trial = GrammarCompiler(tokenizer, 264, LOOSE, TrialLimits(kept=1)).trial
     for source in (TOO_DEEP, FINE, TOO_DEEP):

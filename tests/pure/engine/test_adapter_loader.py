@@ -116,6 +116,24 @@ def test_a_failed_load_ends_the_requests_that_wait_for_it_and_nothing_else(
     assert adapters.to_read_again == ["bad", "worse"]
 
 
+def test_a_system_without_another_thread_ends_the_requests_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, num_left = threading.Thread.start, 2
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal num_left
+        num_left -= thread.name == "adapter"
+        if thread.name == "adapter" and num_left >= 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    adapters, errors = asyncio.run(run({"bad": object, "worse": object, "good": object}))
+    assert errors.keys() == {"bad", "worse"} and "can't start new thread" in errors["bad"]
+    assert adapters.packed.keys() == {"good"}
+
+
 def test_loads_that_never_end_give_their_places_back() -> None:
     never = threading.Event()
     work = {name: never.wait for name in ("one", "two", "three")}

@@ -23,6 +23,15 @@ def test_a_life_that_answered_a_request_is_never_short() -> None:
     assert [restarts.delay_after(0.5) for _ in range(2)] == [1, None]
 
 
+def test_what_the_system_does_not_let_start_is_tried_without_end() -> None:
+    limits = RestartLimits(max_quick_deaths=1, quick_s=10, first_delay_s=1, max_delay_s=5)
+    restarts = Restarts(limits)
+    assert restarts.delay_after(0.0) == 1
+    assert [restarts.delay_without_start() for _ in range(5)] == [1, 2, 4, 5, 5]
+    assert restarts.delay_after(0.0) is None, "of the engine's own deaths none was forgotten"
+    assert restarts.delay_without_start() == 1
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans())))
 def test_it_is_given_up_exactly_when_too_many_short_lives_follow_each_other(
     lives: list[tuple[float, bool]],

@@ -1,5 +1,6 @@
 """The ledger: rows survive a kill, totals are exact, other files are refused."""
 
+import logging
 import os
 import random
 import signal
@@ -221,6 +222,7 @@ def test_rows_that_come_while_commits_fail_are_all_kept(
 ) -> None:
     """Rows before, between and after failed commits: two with one number would be one row."""
     monkeypatch.setattr("quickstep.server.usage.ledger._BUSY_S", 0.001)
+    caplog.set_level(logging.DEBUG, "quickstep.server")
     path = tmp_path / "usage.db"
     ledger = Ledger(path, commit_every_s=0.001)
     ledger.open()
@@ -239,6 +241,10 @@ def test_rows_that_come_while_commits_fail_are_all_kept(
         other.execute("ROLLBACK")
     ledger.add(replace(ROW, num_output_tokens=10**4))
     ledger.close()
+    # the log of a disk that is full for a night says it once, and when it is over
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.levelname for record in said] == ["ERROR", "WARNING"]
+    assert "rows were written" in said[1].getMessage()
     (totals,) = usage_totals(path)
     assert (totals.num_sequences, totals.num_output_tokens) == (5, ROW.num_output_tokens + 11110)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,31 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
         tokenizer.encode(LONG + "\ud800")
 
 
-def test_a_process_that_died_fails_one_call_and_is_replaced(
+def killed(process: TokenizerProcess) -> None:
+    assert process.process_id is not None
+    os.kill(process.process_id, signal.SIGKILL)
+    os.waitid(os.P_PID, process.process_id, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_process_that_died_in_a_call_fails_it_and_is_replaced(
     tokenizer: Tokenizer, process: TokenizerProcess
 ) -> None:
     expected = tokenizer.encode(LONG)
     assert process.process_id is not None
-    os.kill(process.process_id, signal.SIGKILL)
-    with pytest.raises(EngineError, match="ended with code -9"):
-        tokenizer.encode(LONG)
+    os.kill(process.process_id, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(tokenizer.encode, LONG)
+        while not process._lock.locked():
+            pass
+        killed(process)
+        with pytest.raises(EngineError, match="ended with code -9"):
+            call.result()
+    assert tokenizer.encode(LONG) == expected
+
+
+def test_a_process_that_died_between_two_calls_fails_none(
+    tokenizer: Tokenizer, process: TokenizerProcess
+) -> None:
+    expected = tokenizer.encode(LONG)
+    killed(process)
     assert tokenizer.encode(LONG) == expected

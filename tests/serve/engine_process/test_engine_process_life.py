@@ -51,6 +51,26 @@ def test_a_killed_engine_ends_every_stream_and_serves_again(tmp_path: Path) -> N
     run(tmp_path, test)
 
 
+def test_a_restart_keeps_the_tokenizer_while_its_files_are_the_same(tmp_path: Path) -> None:
+    """Each one has a process for long texts, and the old one would stay until it is collected."""
+
+    async def restarted(engine: RemoteEngine) -> None:
+        num_restarts = engine.stats().num_restarts
+        os.kill(engine.process_id or 0, signal.SIGKILL)
+        await until(lambda: engine.stats().num_restarts == num_restarts + 1)
+
+    async def test(engine: RemoteEngine) -> None:
+        before = engine.tokenizer
+        await restarted(engine)
+        assert engine.tokenizer is before
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(path.read_text() + " ")
+        await restarted(engine)
+        assert engine.tokenizer is not before
+
+    run(tmp_path, test)
+
+
 def test_an_engine_that_dies_in_the_middle_gives_each_sequence_an_error(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
         streams = [ask(engine, "abc", SamplingParams(n=3, max_tokens=9)) for _ in range(4)]

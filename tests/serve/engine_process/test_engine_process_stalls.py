@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -66,6 +68,32 @@ def test_a_step_that_never_ends_is_a_stall_though_the_process_talks(tmp_path: Pa
         await is_back(engine)
 
     run(tmp_path, test, mode="hold", stall_s=STALL_S)
+
+
+def test_an_engine_that_the_system_does_not_let_start_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a descriptor for its connection there is no process, and so none that has died."""
+    num_tries = 4 * (QUICK.max_quick_deaths or 0)
+
+    async def test(engine: RemoteEngine) -> None:
+        num_refused = 0
+
+        def refuse() -> tuple[socket.socket, socket.socket]:
+            nonlocal num_refused
+            num_refused += 1
+            if num_refused > num_tries:
+                monkeypatch.undo()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr("quickstep.engine.remote.launch.socket.socketpair", refuse)
+        assert engine.process_id is not None
+        os.kill(engine.process_id, signal.SIGKILL)
+        await until(lambda: num_refused > num_tries)
+        await is_back(engine)
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
+
+    run(tmp_path, test)
 
 
 def test_a_deadline_holds_though_the_engine_says_nothing(tmp_path: Path) -> None:

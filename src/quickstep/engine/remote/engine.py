@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -79,10 +80,11 @@ from quickstep.types import FinishReason, KVTarget, Request, SequenceTimings, Sl
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
-_DEADLINE_MARGIN_S = 1.0
+_DEADLINE_MARGIN_S = 0.5
 # Messages that may wait for a process that does not read.
 LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
+_RELOAD_S = 2.0  # until an adapter that could not be read is read again
 _ADAPTER_S = 130.0  # for an adapter, which it gives up after 120
 _SLOT_S = 300.0  # for a slot's file, which may have gigabytes
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
@@ -255,6 +257,7 @@ class RemoteEngine:
         # What clients changed, for a new process: paths by name, None for those of the start that
         # are unloaded.
         self._changed_adapters: dict[str, str | None] = {}
+        self._reloads: dict[int, tuple[str, str]] = {}  # name and path by number, of a new process
         self._adapters_at_start = frozenset(
             () if config.lora is None else (name for name, _ in config.lora.modules)
         )
@@ -659,8 +662,8 @@ class RemoteEngine:
     def stream(self, request: Request) -> Stream:
         """Check a request and send it to the engine; `Stream.accepted` returns once it is accepted.
 
-        The id, the seed and the end tokens are set here. If the engine has not ended the request a
-        second after its deadline, it is ended here with the output so far.
+        The id, the seed and the end tokens are set here. If the engine has not ended the request
+        half a second after its deadline, it is ended here with the output so far.
 
         Raises:
             RequestError: The request cannot be served as it is.
@@ -748,11 +751,24 @@ class RemoteEngine:
         self._model = _LoadedModel(facts, texts, files)
         self._is_draining = False
         self._worker_stats.update(opened.stats)
+        self._reloads.clear()
         for name, adapter_path in self._changed_adapters.items():
             if name in self._adapters_at_start:  # no request may get what it was at the start
                 process.sender.put(UnloadAdapter(self._next_change(), name))
             if adapter_path is not None:
-                process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
+                self._reload(process, name, adapter_path)
+
+    def _reload(self, process: EngineLink, name: str, path: str) -> None:
+        """Have a new process load what the one before it had."""
+        number = self._next_change()
+        self._reloads[number] = (name, path)
+        process.sender.put(LoadAdapter(number, name, path, False))
+
+    def _reload_again(self, process: EngineLink, name: str, path: str) -> None:
+        """The same later, unless clients have changed it, or the process has ended."""
+        is_current = process is self._supervisor.process
+        if is_current and self._changed_adapters.get(name) == path:
+            self._reload(process, name, path)
 
     async def _texts_of(self, facts: ModelFacts) -> Texts:
         """Tokenizer and template of a loaded model: the engine's, or this host's own copy."""
@@ -765,9 +781,15 @@ class RemoteEngine:
                 texts = await asyncio.to_thread(Texts.own, self._load, self._inputs)
             return texts
         path = Path(facts.path)
-        if texts is None or texts.path != path:
-            texts = await asyncio.to_thread(Texts.open, path, self._inputs)
-        return texts
+        if texts is not None and texts.path == path:
+            return texts
+        model, files = self._model, None
+        if model is not None and model.texts.path == path:
+            with suppress(OSError):  # `Texts.open` says what is missing
+                files = await asyncio.to_thread(file_versions, path)
+            if files == model.files:  # another tokenizer would have a process of its own
+                return model.texts
+        return await asyncio.to_thread(Texts.open, path, self._inputs)
 
     def receive(self, message: FromEngine) -> None:
         """The process sent a message (the supervisor only)."""
@@ -889,7 +911,12 @@ class RemoteEngine:
             )
 
     def _note_change(self, note: AdapterNote) -> None:
-        change = self._changes.get(note.number)
+        change, process = self._changes.get(note.number), self._supervisor.process
+        reload = self._reloads.pop(note.number, None)
+        may_pass = note.refused is not None and isinstance(note.refused.error, EngineError)
+        if reload is not None and process is not None and may_pass:  # it is of the system
+            loop = asyncio.get_running_loop()
+            loop.call_later(_RELOAD_S, self._reload_again, process, *reload)
         if change is None or change.done():  # its caller has left, or a new process had to load it
             if note.refused is not None:
                 _LOGGER.warning("an adapter was not loaded again: %s", note.refused.message)

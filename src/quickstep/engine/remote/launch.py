@@ -20,7 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from quickstep.environment import of_children
-from quickstep.errors import EngineError
+from quickstep.errors import EngineNotStarted
 
 # -P: do not import modules from the working directory
 WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.remote.worker")
@@ -73,9 +73,12 @@ def launch(
     inherits the descriptors `shared`.
 
     Raises:
-        EngineError: The process cannot be started.
+        EngineNotStarted: The system does not let us start it.
     """
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise EngineNotStarted(f"the engine process cannot be started: {error}") from error
     with theirs:
         kept = of_children(os.environ, hidden)
         environment = {**_ENVIRONMENT, **kept, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -88,5 +91,5 @@ def launch(
             )
         except OSError as error:
             ours.close()
-            raise EngineError(f"the engine process cannot be started: {error}") from error
+            raise EngineNotStarted(f"the engine process cannot be started: {error}") from error
     return Launched(process, ours)

@@ -39,7 +39,7 @@ from quickstep.engine.remote.messages import (
     Stop,
 )
 from quickstep.engine.stats import EngineState
-from quickstep.errors import EngineError, QuickstepError
+from quickstep.errors import EngineError, EngineNotStarted, QuickstepError
 
 _LOGGER = logging.getLogger(__name__)
 # (bytes read, bytes in all)
@@ -60,7 +60,7 @@ class RestartLimits(msgspec.Struct, frozen=True):
 
     Attributes:
         max_quick_deaths: Give up when more processes than this in a row died early; None never
-            gives up.
+            gives up. What the system does not let us start has not died.
         quick_s: A process that lived for less than this, and gave no output, died early; a failed
             start lived for 0 s.
         first_delay_s: Wait before the first restart; doubled with each early death in a row.
@@ -79,20 +79,29 @@ class Restarts:
     def __init__(self, limits: RestartLimits) -> None:
         self._limits = limits
         self._num_quick = 0
+        self._num_not_started = 0
 
     def delay_after(self, lived_s: float, has_answered: bool = False) -> float | None:
         """A process died after `lived_s`: seconds until the next may start; None to give up. One
         that `has_answered` a request works: what ended it came from outside or from a request.
         """
-        limits = self._limits
+        limits, self._num_not_started = self._limits, 0
         if has_answered or lived_s >= limits.quick_s:
             self._num_quick = 0
             return limits.first_delay_s
         self._num_quick += 1
         if limits.max_quick_deaths is not None and self._num_quick > limits.max_quick_deaths:
             return None
-        num_doubled = min(self._num_quick - 1, _MAX_DOUBLED)
-        return min(limits.max_delay_s, limits.first_delay_s * 2.0**num_doubled)
+        return self._doubled(self._num_quick)
+
+    def delay_without_start(self) -> float:
+        """The system did not let a process start: seconds until it is tried again, without end."""
+        self._num_not_started += 1
+        return self._doubled(self._num_not_started)
+
+    def _doubled(self, number: int) -> float:
+        num_doubled = min(number - 1, _MAX_DOUBLED)
+        return min(self._limits.max_delay_s, self._limits.first_delay_s * 2.0**num_doubled)
 
 
 class StallWatch:
@@ -461,11 +470,14 @@ class Supervisor:
                 _LOGGER.error("%s while it drained", reason)
             return None
         has_answered = self._has_answered
-        is_wanted = self._restart is not None
+        is_wanted, was_started = self._restart is not None, True
         while True:
             if not is_wanted:
                 self._failure = reason
-                delay_s = self._restarts.delay_after(lived_s, has_answered)
+                if was_started:
+                    delay_s = self._restarts.delay_after(lived_s, has_answered)
+                else:
+                    delay_s = self._restarts.delay_without_start()
                 if delay_s is None:
                     self._give_up(reason)
                     return None
@@ -476,6 +488,7 @@ class Supervisor:
                 process = await self._launch(None, _RELOAD_SILENCE_S)
             except QuickstepError as error:
                 reason, lived_s, has_answered = str(error), 0.0, False
+                was_started = not isinstance(error, EngineNotStarted)
                 continue
             self._process = process
             self._state, self._failure = EngineState.RUNNING, ""

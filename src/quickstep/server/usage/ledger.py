@@ -151,6 +151,7 @@ class Ledger:
         self._num_taken = 0  # rows taken from `_added` so far (the writer only)
         self._file_id: tuple[int, int] | None = None  # device and inode of the open file
         self._is_missing = False  # and there could be no new one
+        self._is_failing = False  # the last commit failed, which the log has said
         self._opened_at_row = 0  # the last row of the file then
         self._of_others: dict[str, UsageTotals] = {}  # by the key's name
         self._of_others_lock = threading.Lock()
@@ -209,6 +210,9 @@ class Ledger:
             if _file_id(self._path) != self._file_id:
                 connection, last_row = self._reopened(connection), 0
             if rows and self._commit(connection, rows):
+                if self._is_failing:
+                    self._is_failing = False
+                    _LOG.warning("%d rows were written to %s again", len(rows), self._path)
                 rows.clear()
             del rows[:-_MAX_UNWRITTEN]
             if is_open:
@@ -289,10 +293,12 @@ class Ledger:
             return True
         except Exception as error:
             if isinstance(error, sqlite3.Error) and not isinstance(error, _ROW_ERRORS):
-                _LOG.error(
+                _LOG.log(
+                    logging.DEBUG if self._is_failing else logging.ERROR,
                     "%d rows cannot be written to %s: %s; the last %d are kept and tried again",
                     *(len(rows), self._path, error, _MAX_UNWRITTEN),
                 )
+                self._is_failing = True
                 return False
             if len(rows) == 1:
                 _LOG.exception("a row cannot be stored in %s and is lost", self._path)

@@ -118,6 +118,9 @@ class GrammarTrial:
         return None if verdict.ending is None else "".join(map(chr, verdict.ending))
 
     def _try(self, source: GrammarSource) -> Verdict:
+        if self._worker is not None and not self._worker.is_alive:  # of no grammar of ours
+            self._worker.end()
+            self._worker = None
         if self._worker is None:
             self._worker = self._start()
         try:
