@@ -57,12 +57,6 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
         tokenizer.encode(LONG + "\ud800")
 
 
-def killed(process: TokenizerProcess) -> None:
-    assert process.process_id is not None
-    os.kill(process.process_id, signal.SIGKILL)
-    os.waitid(os.P_PID, process.process_id, os.WEXITED | os.WNOWAIT)
-
-
 def test_a_process_that_died_in_a_call_fails_it_and_is_replaced(
     tokenizer: Tokenizer, process: TokenizerProcess
 ) -> None:
@@ -73,7 +67,7 @@ def test_a_process_that_died_in_a_call_fails_it_and_is_replaced(
         call = pool.submit(tokenizer.encode, LONG)
         while not process._lock.locked():
             pass
-        killed(process)
+        os.kill(process.process_id, signal.SIGKILL)
         with pytest.raises(EngineError, match="ended with code -9"):
             call.result()
     assert tokenizer.encode(LONG) == expected
@@ -83,5 +77,7 @@ def test_a_process_that_died_between_two_calls_fails_none(
     tokenizer: Tokenizer, process: TokenizerProcess
 ) -> None:
     expected = tokenizer.encode(LONG)
-    killed(process)
+    assert process.process_id is not None
+    os.kill(process.process_id, signal.SIGKILL)
+    os.waitid(os.P_PID, process.process_id, os.WEXITED | os.WNOWAIT)
     assert tokenizer.encode(LONG) == expected
