@@ -205,6 +205,24 @@ def test_a_layer_of_qwen_drafts_what_transformers_would(
     assert layers.drafted(path, token_ids, hidden) == layer.drafts(token_ids, hidden, 6)
 
 
+def test_the_layer_of_nemotron_drafts_what_transformers_would(tmp_path: Path) -> None:
+    layer = layers.write_with_layer(tmp_path, layers.NEMOTRON)
+    config = layer.target.config
+    kinds = config.layers_block_type
+    keys, width = config.num_key_value_heads, config.moe_intermediate_size
+    section = {
+        ".block_count": len(kinds) + 1,
+        ".nextn_predict_layers": 1,
+        ".attention.head_count_kv": [*(keys * (kind == "full_attention") for kind in kinds), keys],
+        ".feed_forward_length": [*(width * (kind == "moe") for kind in kinds), width],
+    }
+    path = tmp_path / "twin.gguf"
+    write_twin(tmp_path, path, "nemotron_h_moe", section, paired=True)
+    token_ids = tuple(range(40, 52))
+    hidden = layer.hidden(token_ids[:-1])
+    assert layers.drafted(path, token_ids, hidden) == layer.drafts(token_ids, hidden, 6)
+
+
 @pytest.mark.parametrize("older", [True, False], ids=["fused projections", "fused experts"])
 def test_other_layouts_of_a_file_compute_the_same(older: bool, tmp_path: Path) -> None:
     """Qwen3-Next's first files have one matrix of queries, keys, values and gates; files may have
