@@ -17,6 +17,7 @@ from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, rando
 from paged_driver import PagedDriver
 from safetensors.numpy import load_file
 
+from quickstep import LLM, SamplingParams
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.spec import read_spec
@@ -158,6 +159,31 @@ def test_a_file_computes_what_its_checkpoint_does(
     model = load(path, dtype="float32")
     prompts = random_prompts(PROMPT_LENS, VOCAB)
     assert_same_as_transformers(model, reference, prompts, case.atol)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case", "section", "paired"), TWINS, ids=lambda x: str(x)[:12]
+)
+def test_a_quantized_file_in_16_bits_computes_the_same_with_and_without_torch(
+    architecture: str, case: Case, section: dict[str, object], paired: bool, tmp_path: Path
+) -> None:
+    """Files that people have: matrices are quantized, some tensors stay in float32."""
+    sizes: dict[str, object] = {"vocab_size": 264}
+    if architecture == "gemma3n":
+        sizes |= {"vocab_size_per_layer_input": 264}
+    replace(case, values=case.values | sizes).save(tmp_path)
+    path = tmp_path / "twin.gguf"
+    kinds = dict.fromkeys(("attn_k", "attn_qkv", "ssm_in", "ffn_up", "ffn_up_exps"), Kind.Q8_0)
+    section = section | ({".vocab_size": 264} if ".vocab_size" in section else {})
+    write_twin(tmp_path, path, architecture, section, paired=paired, kinds=kinds)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+    found = []
+    for is_eager in (False, True):
+        options = {"num_blocks": 32, "max_model_len": 64, "num_threads": 1}
+        with LLM(str(path), dtype="bfloat16", enforce_eager=is_eager, **options) as llm:
+            [output] = llm.generate([{"prompt_token_ids": list(range(40, 59))}], sampling)
+        found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert found[0] == found[1]
 
 
 def test_experts_keep_the_types_of_their_tensor(tmp_path: Path) -> None:

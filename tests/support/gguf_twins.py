@@ -136,6 +136,7 @@ def write_twin(
         own = names.get_name(name, try_suffixes=(".weight", ".bias")) or _drafting_name(name)
         assert own is not None, name
         kind = next((kind for part, kind in kinds.items() if f".{part}." in own), Kind.F32)
+        kind = kind if values.ndim > 1 and not own.endswith(".bias") else Kind.F32
         stored = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
         written.append((own, np.ascontiguousarray(stored), kind))
     files.write_gguf(path, architecture, metadata | dict(section), written)
