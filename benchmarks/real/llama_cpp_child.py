@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 import types
@@ -66,6 +67,8 @@ class Model:
         params.n_ctx = most_tokens * num_sequences
         params.n_batch = params.n_ubatch = _MOST_BATCHED
         params.n_seq_max = num_sequences
+        if self._is_ik:  # its flash attention fails an assertion on a batch of several sequences
+            params.flash_attn = num_sequences == 1
         params.n_threads = params.n_threads_batch = num_threads
         self._context = lib.llama_init_from_model(self._model, params)
         self.num_tokens = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
@@ -135,6 +138,8 @@ def _say_nothing(level: int, text: bytes, data: object) -> None:
 def main() -> None:
     """Answer requests until the input ends."""
     package, file, *sizes = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # ik_llama.cpp prints
     model = Model(bindings(Path(package)), file, *map(int, sizes))
     for line in sys.stdin:
         request = json.loads(line)
@@ -142,18 +147,18 @@ def main() -> None:
         if "window" in request:
             token_ids = request["window"]
             model.logits(token_ids, len(token_ids)).tofile(request["out"])
-            print(json.dumps({"vocab_size": model.num_tokens}), flush=True)
+            print(json.dumps({"vocab_size": model.num_tokens}), file=answers, flush=True)
             continue
         if "prompts" in request:
             clock = time.process_time if request["clock"] == "cpu" else time.perf_counter
             times = seconds(model, request["prompts"], request["num_tokens"], clock)
-            print(json.dumps(times), flush=True)
+            print(json.dumps(times), file=answers, flush=True)
             continue
         token_ids, found = request["prompt"], []
         for _ in range(request["num_tokens"]):
             token_ids = [int(model.logits(token_ids, 1)[0].argmax())]
             found += token_ids
-        print(json.dumps({"token_ids": found}), flush=True)
+        print(json.dumps({"token_ids": found}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
