@@ -9,10 +9,8 @@ outputs differ.
     --quantization int8 int4 --repeats 5
 
 With `--peer llama.cpp`, for GGUF files: the seconds from the start of a process to its first token,
-in turns with llama.cpp, as `benchmarks.real` sets it up. Quickstep's include tokenizing. A
-second table has the milliseconds to the first token of 512, and of a step of 1 and of 8 sequences,
-in turns too, without drafts and cached prefixes; with `--competing 20` also while another process
-takes 20 % of a core, in bursts of 2 ms.
+in turns with llama.cpp, as `benchmarks.real` sets it up. Quickstep's include tokenizing. What
+follows a start is compared by `benchmarks.real.speed`.
 """
 
 from __future__ import annotations
@@ -24,12 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Self
 
 import msgspec
 
@@ -78,41 +73,6 @@ llm.generate(sys.argv[2], SamplingParams(max_tokens=1, temperature=0.0), use_tqd
 print("done", flush=True)
 """
 _PROMPT = "The capital of France is"
-_TEXT = (
-    "A server takes requests of many users, and answers each of them as if it were the only one. "
-)
-
-
-_SPEED = """
-import json, sys, time
-from quickstep import LLM, SamplingParams
-drafts = {"method": "off"}
-llm = LLM(sys.argv[1], max_model_len=1024, enable_prefix_caching=False, speculative_config=drafts)
-for line in sys.stdin:
-    request = json.loads(line)
-    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
-    seconds = []
-    for num_tokens in (1, 1 + request["num_tokens"]):
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        began = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps([seconds[0], seconds[1] - seconds[0]]), flush=True)
-"""
-_NUM_STEPS = 32
-_MANY = 8  # sequences at once
-
-
-_BURST_S = 0.01
-_COMPETING = """
-import sys, time
-period, part = float(sys.argv[1]), float(sys.argv[2])
-while True:
-    until = time.perf_counter() + part * period
-    while time.perf_counter() < until:
-        pass
-    time.sleep((1.0 - part) * period)
-"""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -132,15 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer", choices=["llama.cpp"])
-    parser.add_argument("--competing", type=float, default=0.0, metavar="PERCENT")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quickstep-peers")
     args = parser.parse_args(argv)
     print(describe_machine())
     if args.peer is not None:
         environment = prepare("llama_cpp", args.cache)
         _compare_with_llama_cpp(args.models, args.repeats, environment)
-        loads = (0.0, args.competing) if args.competing else (0.0,)
-        _compare_speed_with_llama_cpp(args.models, args.repeats, environment, loads)
         return 0
     print(f"medians of {args.repeats} starts in turn (least to most)")
     print("| model | start | loaded, s | first token, s | ms per token | memory of no file, MB |")
@@ -194,85 +151,6 @@ def _compare_with_llama_cpp(models: Sequence[str], repeats: int, environment: En
                     llama_cpp.greedy(prompt, 1)
                     found[2].append(time.perf_counter() - began)
         print(f"| {file.name} | {' | '.join(map(_range, found))} |", flush=True)
-
-
-def _compare_speed_with_llama_cpp(
-    models: Sequence[str], repeats: int, environment: Environment, loads: Sequence[float]
-) -> None:
-    print(f"medians of {repeats} runs in turn (least to most), milliseconds")
-    print("| model | other load | engine | first token of 512 | a step of 1 | a step of 8 |")
-    print("|---|--:|---|--:|--:|--:|")
-    for model in models:
-        file = find_checkpoint(LoadConfig(model=model)).path
-        tokenizer = Tokenizer.open(file)
-        text = tokenizer.encode(_TEXT * 40)
-        short = [text[start : start + 16] for start in range(_MANY)]
-        runs = (([text[:512]], 0), (short[:1], _NUM_STEPS), (short, _NUM_STEPS))
-        names = ("Quickstep", "llama.cpp")
-        found: dict[tuple[float, str], list[list[float]]] = {
-            (percent, name): [] for percent in loads for name in names
-        }
-        with (
-            _Speed(file) as quickstep,
-            LlamaCpp(environment, file, os.cpu_count() or 1, _MANY) as llama_cpp,
-        ):
-            engines: tuple[_Speed | LlamaCpp, ...] = quickstep, llama_cpp
-            for percent, (name, engine) in product(
-                tuple(loads) * (1 + repeats), tuple(zip(names, engines, strict=True))
-            ):
-                with _competing(percent):
-                    seconds = [engine.seconds(prompts, num_tokens) for prompts, num_tokens in runs]
-                (first, _), (_, single), (_, many) = seconds
-                milliseconds = [first, single / _NUM_STEPS, many / _NUM_STEPS]
-                found[percent, name].append([1e3 * value for value in milliseconds])
-        for (percent, name), rows in found.items():
-            columns = map(_range, zip(*rows[1:], strict=True))  # the first run is for warming up
-            row = f"| {file.name} | {percent:g} % | {name} | {' | '.join(columns)} |"
-            print(row, flush=True)
-
-
-@contextmanager
-def _competing(percent: float) -> Iterator[None]:
-    """Another process takes so much of a core."""
-    if not percent:
-        yield
-        return
-    arguments = [str(_BURST_S), str(percent / 100.0)]
-    with subprocess.Popen([sys.executable, "-c", _COMPETING, *arguments]) as process:
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-class _Speed:
-    """Quickstep on a file, in a process of its own, as `LlamaCpp`."""
-
-    def __init__(self, file: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SPEED, str(file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, float]:
-        """`LlamaCpp.seconds`."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        request = {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens}
-        print(json.dumps(request), file=stdin, flush=True)
-        first_s, steps_s = json.loads(stdout.readline())
-        return first_s, steps_s
 
 
 def _first_token_s(command: Sequence[str], cache: str) -> float:

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.environments import Environment
 from quickstep.bench.shapes import SHAPES
@@ -27,7 +28,7 @@ __all__ = [
 
 _VOCABULARY = 8192
 _PLAIN_TOKENS = "plain_tokens.json"
-_LLAMA_QUANTS = {"bf16": "bf16", "f16": "f16", "int8": "q8_0", "int4": "q4_0"}
+_LLAMA_QUANTS = {"int8": "q8_0", "int4": "q4_0"}
 
 
 def checkpoint_path(shape: str, cache: Path, seed: int) -> Path:
@@ -50,6 +51,7 @@ def make_checkpoint(shape: str, cache: Path, seed: int) -> Path:
     kind = {
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3MoeForCausalLM": "qwen3_moe",
+        "Qwen3_5ForCausalLM": "qwen3_5_text",
         "LlamaForCausalLM": "llama",
     }[architecture]
     config = AutoConfig.for_model(kind, **fields, bos_token_id=None, eos_token_id=0)
@@ -103,9 +105,12 @@ def _write_tokenizer(path: Path, num_tokens: int) -> None:
 
 
 def converted_path(checkpoint: Path, engine: str, precision: str) -> Path:
-    """The checkpoint in the form that an engine reads at a precision."""
+    """The checkpoint in the form that an engine reads at a precision, which may also be a type that
+    llama.cpp's quantizer knows.
+    """
     if engine == "llama_cpp":
-        return checkpoint.with_name(f"{checkpoint.name}.{_LLAMA_QUANTS[precision]}.gguf")
+        kind = _LLAMA_QUANTS.get(precision, precision)
+        return checkpoint.with_name(f"{checkpoint.name}.{kind}.gguf")
     if engine == "openvino":
         return checkpoint.with_name(f"{checkpoint.name}-openvino-{precision}")
     if engine == "vllm" and precision == "int8":
@@ -134,7 +139,8 @@ def _to_gguf(checkpoint: Path, precision: str, tools: Environment, path: Path) -
     if precision not in ("bf16", "f16"):
         base = convert(checkpoint, "llama_cpp", "bf16", tools)
         tool = tools.directory / "build" / "bin" / "llama-quantize"
-        subprocess.run([str(tool), str(base), str(path), _LLAMA_QUANTS[precision]], check=True)
+        kind = _LLAMA_QUANTS.get(precision, precision)
+        subprocess.run([str(tool), str(base), str(path), kind], check=True)
         return
     # the converter knows pre-tokenizers by a hash of their output, and not this one's
     program = (
@@ -142,9 +148,17 @@ def _to_gguf(checkpoint: Path, precision: str, tools: Environment, path: Path) -
         "from conversion.base import TextModel as t;"
         "t.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'; c.main()"
     )
+    # of Qwen3.5, whose checkpoints otherwise must have a layer that drafts
+    options = ["--no-mtp"] if _config(checkpoint)["model_type"] == "qwen3_5_text" else []
     source = str(tools.directory / "source")
     command = [str(tools.python), "-c", program, source, str(checkpoint)]
-    subprocess.run([*command, "--outtype", precision, "--outfile", str(path)], check=True)
+    command += ["--outtype", precision, "--outfile", str(path), *options]
+    subprocess.run(command, check=True)
+
+
+def _config(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    return found
 
 
 def _to_openvino(checkpoint: Path, precision: str, tools: Environment, path: Path) -> None:
@@ -175,8 +189,7 @@ def _to_w8a8(checkpoint: Path, path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     for file in checkpoint.glob("*.json"):
         (path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = _W8A8
+    config = {**_config(checkpoint), "quantization_config": _W8A8}
     (path / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -1,4 +1,6 @@
-"""llama.cpp on a file: its logits and its most likely tokens, from a process of its own."""
+"""llama.cpp on a file: its logits, its most likely tokens and how long it takes, from a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,29 @@ _CHILD = Path(__file__).with_name("llama_cpp_child.py")
 
 
 class LlamaCpp:
-    """One model in llama.cpp. A context manager; requests run one at a time."""
+    """One model in llama.cpp, with room for so many sequences of `most_tokens`. A context manager;
+    requests run one at a time. `bindings`: the folder of another package than `llama-cpp-python`'s.
+    """
 
     def __init__(
-        self, environment: Environment, file: Path, num_threads: int, num_sequences: int = 1
+        self,
+        environment: Environment,
+        file: Path,
+        num_threads: int,
+        num_sequences: int = 1,
+        most_tokens: int = 1024,
+        bindings: Path | None = None,
     ) -> None:
         libraries = environment.directory / "build" / "bin"
-        command = [str(environment.python), str(_CHILD), str(environment.llama_cpp_bindings)]
+        package = bindings or environment.llama_cpp_bindings
+        sizes = [str(size) for size in (num_threads, num_sequences, most_tokens)]
         self._folder = tempfile.TemporaryDirectory(prefix="quickstep-logits-")
         self._process = subprocess.Popen(
-            [*command, str(file), str(num_threads), str(num_sequences)],
+            [str(environment.python), str(_CHILD), str(package), str(file), *sizes],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # ik_llama.cpp has no other way to say nothing
+            stderr=None if bindings is None else subprocess.DEVNULL,
             text=True,
             env={**os.environ, "LLAMA_CPP_LIB_PATH": str(libraries)},
         )
@@ -65,10 +78,18 @@ class LlamaCpp:
         ]
         return token_ids
 
-    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, float]:
-        """Until each prompt has a first token, and of the steps after that, of all at once."""
+    def seconds(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, clock: str = "elapsed"
+    ) -> tuple[float, float]:
+        """Until each prompt has a first token, and of the steps after that, of all at once; by the
+        clock `cpu`, of the process's CPU time.
+        """
         answer: dict[str, Any] = self._answer(
-            {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens}
+            {
+                "prompts": [list(prompt) for prompt in prompts],
+                "num_tokens": num_tokens,
+                "clock": clock,
+            }
         )
         return answer["first_s"], answer["steps_s"]
 

@@ -17,6 +17,7 @@ from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, rando
 from paged_driver import PagedDriver
 from safetensors.numpy import load_file
 
+from quickstep import LLM, SamplingParams
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.spec import read_spec
@@ -160,6 +161,31 @@ def test_a_file_computes_what_its_checkpoint_does(
     assert_same_as_transformers(model, reference, prompts, case.atol)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "case", "section", "paired"), TWINS, ids=lambda x: str(x)[:12]
+)
+def test_a_quantized_file_in_16_bits_computes_the_same_with_and_without_torch(
+    architecture: str, case: Case, section: dict[str, object], paired: bool, tmp_path: Path
+) -> None:
+    """Files that people have: matrices are quantized, some tensors stay in float32."""
+    sizes: dict[str, object] = {"vocab_size": 264}
+    if architecture == "gemma3n":
+        sizes |= {"vocab_size_per_layer_input": 264}
+    replace(case, values=case.values | sizes).save(tmp_path)
+    path = tmp_path / "twin.gguf"
+    kinds = dict.fromkeys(("attn_k", "attn_qkv", "ssm_in", "ffn_up", "ffn_up_exps"), Kind.Q8_0)
+    section = section | ({".vocab_size": 264} if ".vocab_size" in section else {})
+    write_twin(tmp_path, path, architecture, section, paired=paired, kinds=kinds)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+    found = []
+    for is_eager in (False, True):
+        options = {"num_blocks": 32, "max_model_len": 64, "num_threads": 1}
+        with LLM(str(path), dtype="bfloat16", enforce_eager=is_eager, **options) as llm:
+            [output] = llm.generate([{"prompt_token_ids": list(range(40, 59))}], sampling)
+        found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert found[0] == found[1]
+
+
 def test_experts_keep_the_types_of_their_tensor(tmp_path: Path) -> None:
     QWEN3_MOE.save(tmp_path)
     path = tmp_path / "mixed.gguf"
@@ -200,6 +226,24 @@ def test_a_layer_of_qwen_drafts_what_transformers_would(
         ".attention.recurrent_layers": [*recurrent, False],
     }
     write_twin(tmp_path, path, architecture, section, paired=False)
+    token_ids = tuple(range(40, 52))
+    hidden = layer.hidden(token_ids[:-1])
+    assert layers.drafted(path, token_ids, hidden) == layer.drafts(token_ids, hidden, 6)
+
+
+def test_the_layer_of_nemotron_drafts_what_transformers_would(tmp_path: Path) -> None:
+    layer = layers.write_with_layer(tmp_path, layers.NEMOTRON)
+    config = layer.target.config
+    kinds = config.layers_block_type
+    keys, width = config.num_key_value_heads, config.moe_intermediate_size
+    section = {
+        ".block_count": len(kinds) + 1,
+        ".nextn_predict_layers": 1,
+        ".attention.head_count_kv": [*(keys * (kind == "full_attention") for kind in kinds), keys],
+        ".feed_forward_length": [*(width * (kind == "moe") for kind in kinds), width],
+    }
+    path = tmp_path / "twin.gguf"
+    write_twin(tmp_path, path, "nemotron_h_moe", section, paired=True)
     token_ids = tuple(range(40, 52))
     hidden = layer.hidden(token_ids[:-1])
     assert layers.drafted(path, token_ids, hidden) == layer.drafts(token_ids, hidden, 6)

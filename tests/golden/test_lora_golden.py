@@ -263,6 +263,106 @@ def test_the_expert_of_all_tokens_equals_peft(name: str, targets: str, tmp_path:
     equals_peft(case, peft_model, tmp_path, ["a0", "a1", None, "a0"])
 
 
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "name", ["llama4", "qwen3-moe", "mixtral", "gpt-oss", "glm4-moe", "qwen3.5-moe", "olmoe"]
+)
+def test_parameters_of_all_experts_equal_peft(
+    name: str, parameters: list[str], tmp_path: Path
+) -> None:
+    """`target_parameters`: A and B of all experts of a layer, as peft saves them."""
+    case = next(case for case in CASES if case.name == name)
+    base = case.save(tmp_path / "base")
+    targets = [f"experts.{parameter}" for parameter in parameters]
+    config: dict[str, object] = {
+        **{"r": 3, "lora_alpha": 8, "lora_dropout": 0.0},
+        **{"target_modules": [], "target_parameters": targets},
+    }
+    peft_model = with_adapters(base, tmp_path / "adapters", [config])
+    equals_peft(case, peft_model, tmp_path, ["a0", None])
+
+
+def saved_parameters(path: Path, name: str = "llama4") -> tuple[Decoder, dict[str, torch.Tensor]]:
+    """A model and the tensors of an adapter of all parameters of its experts in `a0`."""
+    case = next(case for case in CASES if case.name == name)
+    base = case.save(path / "base")
+    config = {"r": 3, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": []}
+    parameters = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    with_adapters(base, path, [config | parameters])
+    model = load(path / "base")
+    assert isinstance(model, Decoder)
+    return model, load_file(path / "a0" / "adapter_model.safetensors")
+
+
+def test_parameters_may_be_in_either_order_and_nesting(tmp_path: Path) -> None:
+    """A and B of older versions of peft are those of the transposed matrix; which parameter is
+    nested in the other differs too.
+    """
+    model, tensors = saved_parameters(tmp_path)
+    prompts = random_prompts((12,), VOCAB)
+    [expected] = greedy(model, prompts, [read(model, tmp_path / "a0")])
+    num_experts = model.spec.moe.num_experts
+    turned = {}
+    for name, tensor in tensors.items():
+        nested = ".base_layer" in name
+        other = name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("_B", "_A")
+        own = other if nested else other.replace(".experts.", ".experts.base_layer.")
+        own = own.replace(".base_layer", "") if nested else own
+        if "lora_A" in name:  # [E r, x] -> [x, r E]
+            rows = tensor.reshape(num_experts, -1, tensor.shape[1])
+            turned[own] = rows.permute(2, 1, 0).reshape(tensor.shape[1], -1).contiguous()
+        else:
+            rows = tensor.reshape(tensor.shape[0], -1, num_experts)
+            turned[own] = rows.permute(2, 1, 0).reshape(-1, tensor.shape[0]).contiguous()
+    save_file(turned, tmp_path / "a0" / "adapter_model.safetensors")
+    [row] = greedy(model, prompts, [read(model, tmp_path / "a0")])
+    assert row.token_ids == expected.token_ids
+    assert torch.equal(torch.cat(row.logits), torch.cat(expected.logits))
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=str)
+def test_square_experts_have_the_order_of_the_others_or_are_refused(
+    parameters: list[str], tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == "llama4")
+    case = replace(case, values=case.values | {"hidden_size": 64, "intermediate_size": 64})
+    base = case.save(tmp_path / "base")
+    config: dict[str, object] = {
+        **{"r": 3, "lora_dropout": 0.0, "target_modules": []},
+        "target_parameters": [f"experts.{parameter}" for parameter in parameters],
+    }
+    peft_model = with_adapters(base, tmp_path / "adapters", [config])
+    if len(parameters) == 2:
+        equals_peft(case, peft_model, tmp_path, ["a0", None])
+        return
+    with pytest.raises(ConfigError, match="square: nothing in the file says"):
+        open_adapter(tmp_path / "adapters" / "a0", read_spec(tmp_path / "base"), 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"B": None}, "without the other of A and B"),
+        ({"A": None, "B": None}, "holds no tensors for 'layers.1.feed_forward.experts"),
+        ({"A": torch.zeros(15, 7)}, r"shape \[15, 7\], which fits no parameter"),
+        ({"A": torch.zeros(12, 64), "B": torch.zeros(80, 12)}, "the base model and .* need"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(
+    change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    model, tensors = saved_parameters(tmp_path)
+    start = next(name for name in tensors if "layers.1." in name and ".base_layer" in name)
+    for part, tensor in change.items():
+        name = f"{start.rpartition('.lora_')[0]}.lora_{part}.weight"
+        tensors.pop(name)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, tmp_path / "a0" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        open_adapter(tmp_path / "a0", model.spec, 64)
+
+
 def test_unmerged_experts_equal_merged(tmp_path: Path) -> None:
     case = next(case for case in ONE_PER_FAMILY if case.family == "Qwen3Moe")
     case.save(tmp_path / "base")

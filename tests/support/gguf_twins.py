@@ -28,6 +28,15 @@ _DRAFTING_NAMES = {
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head.norm",
 }
+_NEMOTRON_DRAFTING_NAMES = {
+    "layers.0.eh_proj.": "eh_proj.",
+    "layers.0.enorm.": "enorm.",
+    "layers.0.hnorm.": "hnorm.",
+    "layers.1.norm.": "post_attention_layernorm.",
+    "layers.1.final_layernorm.": "shared_head.norm.",
+    "layers.0.": "",
+    "layers.1.": "",
+}
 # config key -> key of the section
 _KEYS = {
     "num_hidden_layers": ".block_count",
@@ -104,6 +113,8 @@ def write_twin(
     if architecture == "granitehybrid":
         metadata |= _granite_section(config)
         merged = _parted(merged, is_mixture=config["num_local_experts"] > 0)
+    if architecture == "nemotron_h_moe":
+        merged = _one_drafting_layer(merged, len(config["layers_block_type"]))
     if architecture in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         merged = _mamba(merged, config)
     if architecture == "falcon-h1":
@@ -125,6 +136,7 @@ def write_twin(
         own = names.get_name(name, try_suffixes=(".weight", ".bias")) or _drafting_name(name)
         assert own is not None, name
         kind = next((kind for part, kind in kinds.items() if f".{part}." in own), Kind.F32)
+        kind = kind if values.ndim > 1 and not own.endswith(".bias") else Kind.F32
         stored = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
         written.append((own, np.ascontiguousarray(stored), kind))
     files.write_gguf(path, architecture, metadata | dict(section), written)
@@ -236,12 +248,31 @@ def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _drafting_name(name: str) -> str | None:
-    """In layers that draft, which the package does not know of Qwen."""
+    """In layers that draft, which the package does not know of Qwen and Nemotron."""
     block, _, part = name.removeprefix("model.layers.").partition(".")
     module = part.removesuffix(".weight")
+    if module == "post_attention_layernorm":
+        return f"blk.{block}.post_attention_norm.weight"
     if module not in _DRAFTING_NAMES.values():
         return None
     return f"blk.{block}.nextn.{module.replace('.', '_')}.weight"
+
+
+def _one_drafting_layer(
+    tensors: Mapping[str, np.ndarray], num_layers: int
+) -> dict[str, np.ndarray]:
+    """Both parts of Nemotron's layer that drafts as one, after the last layer."""
+    named: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        part = name.removeprefix("mtp.")
+        if part != name:
+            start, own = next(
+                pair for pair in _NEMOTRON_DRAFTING_NAMES.items() if part.startswith(pair[0])
+            )
+            outer = "backbone" if own == "" else "model"
+            name = f"{outer}.layers.{num_layers}.{own}{part.removeprefix(start)}"
+        named[name] = values
+    return named
 
 
 def _mamba(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:

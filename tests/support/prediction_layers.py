@@ -28,16 +28,23 @@ from quickstep.runtime.speculation.proposer import ComputedRow, ComputedStep, Dr
 from quickstep.types import Admission, SamplingParams
 
 PLAN = MemoryPlan(32, 128, 4, 256, (), ())
-QWEN, QWEN_MOE, QWEN_NEXT, GLM, DEEPSEEK = (
+QWEN, QWEN_MOE, QWEN_NEXT, GLM, DEEPSEEK, NEMOTRON = (
     next(case for case in CASES if case.name == name)
-    for name in ("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3")
+    for name in (
+        *("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3"),
+        "nemotron-h-latents",
+    )
 )
 MIMO = Case("mimo", "Qwen2")  # the same layers under another name
-ALL = (QWEN, QWEN_MOE, QWEN_NEXT, GLM, DEEPSEEK, MIMO)
+ALL = (QWEN, QWEN_MOE, QWEN_NEXT, GLM, DEEPSEEK, NEMOTRON, MIMO)
 _COUNT = "num_nextn_predict_layers"
 _QWEN_NAMES = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.")
 _NEXTN_NAMES = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "")
 _MIMO_NAMES = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", "")
+_NEMOTRON_NAMES = (
+    *("layers.0.eh_proj", "layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm"),
+    "layers.",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,10 @@ class PredictionLayer:
         """The best draft, and those after it: after all tokens, of which `hidden` [T - 1, C] are
         the final hidden states but for the newest. All positions again for every draft.
         """
-        tokens, features, eps = list(token_ids[1:]), hidden, self.target.config.rms_norm_eps
+        config = self.target.config
+        eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        tokens, features = list(token_ids[1:]), hidden
+        norm = getattr(self.layer.model, "norm_f", None) or self.layer.model.norm
         size = hidden.shape[1]
         found: list[int] = []
         with torch.no_grad():
@@ -77,7 +87,7 @@ class PredictionLayer:
                 order = -1 if self.hidden_first else 1
                 inputs = torch.cat(list(parts)[::order], -1) @ self.fc.T
                 before_norm: list[Tensor] = []
-                hook = self.layer.model.norm.register_forward_pre_hook(
+                hook = norm.register_forward_pre_hook(
                     lambda _, args, kept=before_norm: kept.append(args[0])
                 )
                 output = self.layer.model(inputs_embeds=inputs[None]).last_hidden_state[0, -1]
@@ -99,8 +109,11 @@ def write_with_layer(path: Path, case: Case) -> PredictionLayer:
     target = case.save(path)
     num_layers = target.config.num_hidden_layers
     is_qwen, is_mimo = case.family.startswith("Qwen3"), case.name == "mimo"
+    is_nemotron = case.family == "NemotronH"
     one: dict[str, object] = {"num_hidden_layers": 1}
-    if is_qwen:
+    if is_nemotron:
+        one = {"layers_block_type": ["full_attention", "moe"]}
+    elif is_qwen:
         one |= {"layer_types": ["full_attention"], "mlp_only_layers": []}
     elif not is_mimo:
         one |= {"first_k_dense_replace": 0}
@@ -113,23 +126,32 @@ def write_with_layer(path: Path, case: Case) -> PredictionLayer:
     start, names = f"model.layers.{num_layers}.", _NEXTN_NAMES
     if is_qwen:
         start, names = "mtp.", _QWEN_NAMES
+    elif is_nemotron:
+        start, names = "mtp.", _NEMOTRON_NAMES
     elif is_mimo:
         start, names = "model.mtp_layers.0.", _MIMO_NAMES
     tensors = {
         f"{start}{name}.weight": tensor for name, tensor in zip(names, (fc, *norms), strict=False)
     }
+    layers = "backbone.layers." if is_nemotron else "model.layers.0."
     for name, tensor in load_file(other / "model.safetensors").items():
-        if name == "model.norm.weight":
+        if name in ("model.norm.weight", "backbone.norm_f.weight"):
             tensors[f"{start}{names[3]}.weight"] = tensor
-        elif name.startswith("model.layers.0."):
-            tensors[f"{start}{names[4]}{name.removeprefix('model.layers.0.')}"] = tensor
+        elif name.startswith(layers):
+            tensors[f"{start}{names[4]}{name.removeprefix(layers)}"] = tensor
     change_tensors(path, tensors)
     count = "mtp_num_hidden_layers" if case.family.startswith("Qwen3_5") else _COUNT
     change_config(path, {count: 1})
     if is_mimo:
         change_config(path, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"})
     return PredictionLayer(
-        target, layer, fc, *norms, float(is_qwen), is_qwen or is_mimo, hidden_first=is_mimo
+        target,
+        layer,
+        fc,
+        *norms,
+        float(is_qwen),
+        is_qwen or is_nemotron or is_mimo,
+        hidden_first=is_mimo,
     )
 
 

@@ -1133,6 +1133,14 @@ _NEMOTRON_H = Architecture(
         renames=(
             ("backbone.embeddings.", "backbone.embed_tokens."),
             ("backbone.norm_f.", "backbone.norm."),
+            # the prediction layer: attention and a mixture, each with its norm, are one layer here
+            ("mtp.layers.0.enorm.", "mtp.pre_fc_norm_embedding."),
+            ("mtp.layers.0.hnorm.", "mtp.pre_fc_norm_hidden."),
+            ("mtp.layers.0.eh_proj.", "mtp.fc."),
+            ("mtp.layers.0.norm.", "mtp.layers.0.input_layernorm."),
+            ("mtp.layers.1.norm.", "mtp.layers.0.post_attention_layernorm."),
+            ("mtp.layers.1.mixer.", "mtp.layers.0.mlp."),
+            ("mtp.layers.1.final_layernorm.", "mtp.norm."),
             *((f".mixer.{name}_proj.", f".self_attn.{name}_proj.") for name in "qkvo"),
             *(
                 (f".mixer.{name}", f".linear_attn.{name}")

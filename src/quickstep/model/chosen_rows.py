@@ -177,11 +177,11 @@ def module_of(name: str) -> str:
 def taken_rows(tensor: TensorT, rows: Sequence[range]) -> TensorT:
     """These rows of a tensor, one below the other."""
     if isinstance(tensor, HostTensor):
-        parts = [tensor.numpy()[part.start : part.stop] for part in rows]
+        parts = [tensor.numpy()[part.start : part.stop : part.step] for part in rows]
         return HostTensor(np.concatenate(parts), tensor.dtype)
     import torch
 
-    return torch.cat([tensor[part.start : part.stop] for part in rows])
+    return torch.cat([tensor[part.start : part.stop : part.step] for part in rows])
 
 
 def stored_rows(matrix: StoredMatrix, rows: Sequence[range]) -> StoredMatrix:

@@ -178,9 +178,10 @@ class MtpModel(DraftingLayer):
 
 def layer_of_target(target: ModelSpec) -> ModelSpec:
     """The prediction layer of a model, as a decoder of one layer: like the model's last layer with
-    attention.
+    attention. `can_have_layer` says whether it is of a kind that has one.
     """
-    layer = next(layer for layer in reversed(target.layers) if _is_plain(layer))
+    layer = _kind_of_layer(target)
+    assert layer is not None, "the model is of a kind that has one"
     decoder = replace(
         one_by_one(target), num_layers=1, layers=(layer,), parameter_count=None, long_context=None
     )
@@ -191,13 +192,21 @@ def layer_of_target(target: ModelSpec) -> ModelSpec:
 
 def can_have_layer(target: ModelSpec) -> bool:
     """Whether a model is of a kind that has prediction layers."""
-    has_attention = any(map(_is_plain, target.layers))
     is_plain = target.layer_inputs is None and not target.norm_bias and not target.layer_norm
-    return target.native and target.encoder is None and has_attention and is_plain
+    is_decoder = target.native and target.encoder is None
+    return is_decoder and is_plain and _kind_of_layer(target) is not None
 
 
-def _is_plain(layer: LayerSpec) -> bool:
-    return layer.state_mixer is None and layer.is_complete
+def _kind_of_layer(target: ModelSpec) -> LayerSpec | None:
+    """A layer with attention and a feed-forward part. Where the model's layers have one part each
+    (Nemotron 3), it is one with attention, and a mixture.
+    """
+    with_attention = [layer for layer in reversed(target.layers) if layer.state_mixer is None]
+    complete = next((layer for layer in with_attention if layer.is_complete), None)
+    attention = next((layer for layer in with_attention if layer.has_mixer), None)
+    if complete is not None or attention is None or target.moe is None:
+        return complete
+    return replace(attention, has_feed_forward=True, sparse=True)
 
 
 def planned_bytes(layer: ModelSpec, dtype_bytes: int, quantization: str | None) -> int:
@@ -319,8 +328,8 @@ def _naming_in(weights: CheckpointWeights) -> MtpNaming | None:
 
 
 def _named(prefix: str, outside: str, target: ModelSpec) -> tuple[MtpNaming, ...]:
-    """Of DeepSeek V3, GLM 4.5 and GGUF files, also those of Qwen; of Qwen3-Next and Qwen3.5, whose
-    layer is outside of the decoder; of MiMo.
+    """Of DeepSeek V3, GLM 4.5 and GGUF files, also those of Qwen and Nemotron 3; of Qwen3-Next,
+    Qwen3.5 and Nemotron 3 (`TensorNaming.renames`), whose layer is outside of the decoder; of MiMo.
     """
     nextn, mimo = f"{prefix}layers.{target.num_layers}.", f"{prefix}mtp_layers.0."
     return (
@@ -330,7 +339,7 @@ def _named(prefix: str, outside: str, target: ModelSpec) -> tuple[MtpNaming, ...
             f"{nextn}enorm.weight",
             f"{nextn}hnorm.weight",
             f"{nextn}shared_head.norm.weight",
-            feeds_normed=target.architecture.startswith("Qwen"),
+            feeds_normed=target.architecture.startswith(("Qwen", "NemotronH")),
         ),
         *_qwen(dict.fromkeys(("", outside, prefix))),
         MtpNaming(

@@ -22,6 +22,7 @@ from quickstep.model.adapters.lora_modules import (
     EMBEDDING,
     LM_HEAD,
     LoRAModule,
+    expert_parameters,
     has_bias,
     is_expert,
     lora_modules,
@@ -46,6 +47,11 @@ _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\."
     r"(?:(?P<kind>lora_[AB]\.weight|lora_embedding_[AB]|lora_B\.bias|weight)"
     r"|(?:base_layer\.)?(?P<bias>bias))"
+)
+# Of `target_parameters`: several parameters of a module are wrappers around each other.
+_PARAMETER = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)(?P<depth>(?:\.base_layer)*)"
+    r"\.lora_(?P<kind>[AB])\.weight"
 )
 # peft adds copies of the base model's own embedding or output projection where one is a target.
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
@@ -78,11 +84,34 @@ class LoRAWeights(msgspec.Struct, frozen=True):
         return any(part.b is None for parts in self.modules for part in parts)
 
 
+class _ExpertPart(msgspec.Struct, frozen=True):
+    """What is of one expert in the A [E * r, inputs] and B [outputs, r * E] of all E of a layer;
+    with `is_transposed`, A has the outputs and B the inputs. Source: peft's `lora.ParamWrapper`.
+    """
+
+    expert: int
+    num_experts: int
+    is_transposed: bool
+
+    def cut(self, a: HostTensor, b: HostTensor) -> tuple[HostTensor, HostTensor]:
+        """[r, inputs] and [outputs, r]."""
+        rank = a.shape[0] // self.num_experts
+        of_a = a.numpy()[self.expert * rank : (self.expert + 1) * rank]
+        of_b = b.numpy()[:, self.expert :: self.num_experts]
+        if self.is_transposed:
+            of_a, of_b = of_b.T, of_a.T
+        return (
+            HostTensor(np.ascontiguousarray(of_a), a.dtype),
+            HostTensor(np.ascontiguousarray(of_b), b.dtype),
+        )
+
+
 class _Target(msgspec.Struct, frozen=True):
     """A linear layer or embedding that the adapter changes, by the names of its tensors.
 
     A low-rank change has `a` and `b`, and may have `lora_bias`; a complete module has `weight`.
-    Each may have the trained `bias` of the layer, or there is only that.
+    Each may have the trained `bias` of the layer, or there is only that. `part`: its place in the
+    tensors of all experts.
     """
 
     module: LoRAModule
@@ -93,6 +122,7 @@ class _Target(msgspec.Struct, frozen=True):
     lora_bias: str | None = None
     weight: str | None = None
     bias: str | None = None
+    part: _ExpertPart | None = None
 
     @property
     def num_rows(self) -> int:
@@ -109,7 +139,12 @@ class _Target(msgspec.Struct, frozen=True):
         """Of each tensor, by name."""
         num_inputs, num_outputs = self.module.num_inputs, self.module.num_outputs
         table = (num_inputs, num_outputs) if self.module.is_embedding else (num_outputs, num_inputs)
-        of_a, of_b, of_bias = (self.rank, num_inputs), (num_outputs, self.rank), (num_outputs,)
+        rank, part = self.rank, self.part
+        if part is not None:
+            rank *= part.num_experts
+            if part.is_transposed:
+                num_inputs, num_outputs = num_outputs, num_inputs
+        of_a, of_b, of_bias = (rank, num_inputs), (num_outputs, rank), (num_outputs,)
         shapes = of_a, of_b, of_bias, table, of_bias
         pairs = zip(self.names, shapes, strict=True)
         return {name: shape for name, shape in pairs if name is not None}
@@ -152,10 +187,18 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
     def _read(self, dtype: DType, base_biases: Mapping[int, Array]) -> LoRAWeights:
         modules: list[list[LoRAPart]] = [[] for _ in range(self.num_modules)]
         digest = blake2b(digest_size=16)
+        of_experts: tuple[tuple[str | None, str | None], tuple[HostTensor, ...]] | None = None
         for target in self.targets:
             kinds = [name is not None for name in target.names]
             digest.update(repr((target.module, target.rank, target.scale, kinds)).encode())
-            part = self._part(target, dtype, base_biases, digest)
+            if target.part is None:
+                part = self._part(target, dtype, base_biases, digest)
+            else:  # of all experts, which are read once
+                names = target.a, target.b
+                if of_experts is None or of_experts[0] != names:
+                    tensors = (self._tensor(name, dtype, digest) for name in names if name)
+                    of_experts = names, tuple(tensors)
+                part = _of_expert(target, target.part, *of_experts[1])
             modules[target.module.number].append(part)
         return LoRAWeights(tuple(map(tuple, modules)), digest.hexdigest(), self.rank)
 
@@ -261,6 +304,7 @@ def _open_adapter(
     targets = _find_targets(weights, files, config, spec)
     for target in targets:
         _check_target(weights, files, target, max_rank)
+    _check_parameters(weights, config, targets, spec)
     return AdapterCheckpoint(path, files, targets, num_modules(spec))
 
 
@@ -300,8 +344,10 @@ def _find_targets(
     known = lora_modules(spec)
     found_tensors: dict[str, dict[str, str]] = {}
     full_names: dict[str, str] = {}
+    of_parameters = _of_parameters(weights, files, config, spec)
+    read = {name for target in of_parameters for name in (target.a, target.b)}
     for name in files.tensors:
-        if _is_base_copy(files, name, known, spec):
+        if name in read or _is_base_copy(files, name, known, spec):
             continue
         found = _TENSOR.fullmatch(name)
         module = None if found is None else _known_module(found["module"], known, spec)
@@ -317,7 +363,7 @@ def _find_targets(
             raise ConfigError(f"{weights} has both {tensors[kind]!r} and {name!r}; remove one")
         tensors[kind] = name
         full_names[module] = found["module"]
-    if not found_tensors:
+    if not found_tensors and not of_parameters:
         raise ConfigError(f"{weights} holds no tensors")
     prefix = _prefix_of(full_names, spec)
     has_experts = any(is_expert(spec, known[module]) for module in found_tensors)
@@ -351,7 +397,110 @@ def _find_targets(
             f"{weights} changes the embedding and with it the output projection, to which it is "
             f"tied ('ensure_weight_tying' in {CONFIG_FILE}): Quickstep changes one of them only"
         )
+    return (*targets, *of_parameters)
+
+
+def _of_parameters(
+    weights: Path, files: TensorFiles, config: PEFTConfig, spec: ModelSpec
+) -> tuple[_Target, ...]:
+    """The experts of `target_parameters`. The file names the module only: which of its parameters
+    a pair of tensors is of, and whether in the order of the stored matrix or of its transpose
+    (which depends on the versions of peft and transformers), is what their shapes fit.
+    """
+    if not config.target_parameters:
+        return ()
+    known = expert_parameters(spec)
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    for name in files.tensors:
+        found = _PARAMETER.fullmatch(name)
+        module = None if found is None else _MODULE.fullmatch(found["module"])
+        if found is None or module is None or f"{module['name']}.down_proj" not in known:
+            continue
+        pairs.setdefault((found["module"], found["depth"]), {})[found["kind"]] = name
+    fitting = []
+    for (full_name, _), names in pairs.items():
+        module = _MODULE.fullmatch(full_name)
+        assert module is not None, "it is in a pair"
+        if len(names) < 2:
+            [name] = names.values()
+            raise ConfigError(f"{weights} has tensor {name!r} without the other of A and B")
+        options = [
+            (parameter, is_transposed)
+            for parameter in ("gate_up_proj", "down_proj")
+            for is_transposed in (False, True)
+            if _fits(files, names, known[f"{module['name']}.{parameter}"], is_transposed)
+        ]
+        if not options:
+            raise ConfigError(
+                f"{weights} has tensor {names['A']!r} of shape "
+                f"{list(files.tensors[names['A']].shape)}, which fits no parameter of the experts "
+                f"of {spec.architecture}"
+            )
+        fitting.append((full_name, module["name"], names, options))
+    # of square matrices both orders fit: all of an adapter have one
+    orders = {options[0][1] for *_, options in fitting if len(options) == 1}
+    targets: list[_Target] = []
+    for full_name, module_name, names, options in fitting:
+        if len(options) > 1 and len(orders) == 1:
+            options = [option for option in options if option[1] in orders]
+        if len(options) > 1:
+            raise ConfigError(
+                f"{weights} has tensor {names['A']!r}, and the experts' matrix is square: nothing "
+                "in the file says whether it is transposed"
+            )
+        [(parameter, is_transposed)] = options
+        name = f"{full_name}.{parameter}"
+        if not config.targets_parameter(name):
+            raise ConfigError(
+                f"{weights} has tensor {names['A']!r}, but in {CONFIG_FILE} {name!r} is no target"
+            )
+        modules = known[f"{module_name}.{parameter}"]
+        targets += [
+            _Target(
+                *(module, config.rank_of(name), config.scale_of(name), names["A"], names["B"]),
+                part=_ExpertPart(expert, len(modules), is_transposed),
+            )
+            for expert, module in enumerate(modules)
+        ]
     return tuple(targets)
+
+
+def _fits(
+    files: TensorFiles,
+    names: Mapping[str, str],
+    modules: Sequence[LoRAModule],
+    is_transposed: bool,
+) -> bool:
+    inputs, outputs = modules[0].num_inputs, modules[0].num_outputs
+    if is_transposed:
+        inputs, outputs = outputs, inputs
+    of_a, of_b = files.tensors[names["A"]].shape, files.tensors[names["B"]].shape
+    return (of_a[1:], of_b[:1]) == ((inputs,), (outputs,))
+
+
+def _check_parameters(
+    weights: Path, config: PEFTConfig, targets: Sequence[_Target], spec: ModelSpec
+) -> None:
+    """Raise ConfigError for `target_parameters` of which there is nothing, or not all layers."""
+    if not config.target_parameters:
+        return
+    known = expert_parameters(spec)
+    own = {name: modules[0] for name, modules in known.items() if config.targets_parameter(name)}
+    if not own:
+        raise ConfigError(
+            f"{weights} holds nothing of 'target_parameters' {list(config.target_parameters)} that "
+            "adapters can change: they are read for gate_up_proj and down_proj of experts"
+        )
+    found = {target.module.number for target in targets if target.part is not None}
+    missing = next((name for name, module in own.items() if module.number not in found), None)
+    if missing is not None:
+        raise ConfigError(f"{weights} holds no tensors for {missing!r}, so it is incomplete")
+
+
+def _of_expert(target: _Target, part: _ExpertPart, a: HostTensor, b: HostTensor) -> LoRAPart:
+    a, b = part.cut(a, b)
+    module = target.module
+    return LoRAPart(a, _in_order(b, module), module.first_output, target.scale, False)
 
 
 def _expected_kinds(

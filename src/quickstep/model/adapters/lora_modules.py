@@ -267,6 +267,38 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     return {own_name(name, naming): module for name, module in found.items()}
 
 
+def expert_parameters(spec: ModelSpec) -> dict[str, tuple[LoRAModule, ...]]:
+    """The parameters of experts, of all experts of a layer each, by name
+    (`layers.0.mlp.experts.gate_up_proj`), as modules of transformers 5 have them: the part of each
+    expert. Without a gate there are none.
+    """
+    moe = spec.moe
+    if moe is None or not spec.gated:
+        return {}
+    width, size = moe.intermediate_size, moe.latent_size or spec.hidden_size
+    orders = (range(0, 2 * width, 2), range(1, 2 * width, 2))
+    is_interleaved = spec.naming.fused_experts and not spec.naming.gate_above_up
+    found: dict[str, tuple[LoRAModule, ...]] = {}
+    for layer in (number for number, kind in enumerate(spec.layers) if kind.sparse):
+        gate_up = tuple(
+            LoRAModule(
+                expert_number(spec, layer, expert, Projection.GATE_UP),
+                *(0, 2 * width, size),
+                rows=orders if is_interleaved else (),
+            )
+            for expert in range(moe.num_experts)
+        )
+        down = tuple(
+            LoRAModule(expert_number(spec, layer, expert, Projection.DOWN_PROJ), 0, size, width)
+            for expert in range(moe.num_experts)
+        )
+        own = own_name(f"layers.{layer}.{spec.naming.experts}", spec.naming)
+        # the block has its name in files, and `mlp` in transformers 5
+        for name in {own, own.replace(".block_sparse_moe.", ".mlp.")}:
+            found |= {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": down}
+    return found
+
+
 def _of_adapters(naming: TensorNaming) -> TensorNaming:
     """Adapters of a GGUF file are those of the checkpoint that it was converted from."""
     delta = FUSED_DELTA if naming.delta == GGUF_DELTA else naming.delta

@@ -49,7 +49,6 @@ _REFUSED = MappingProxyType(
         "fan_in_fan_out": "transposed weights",
         "layer_replication": "repeated layers",
         "trainable_token_indices": "trained embeddings of single tokens",
-        "target_parameters": "targets that are no linear layers",
         "alora_invocation_tokens": "activated LoRA",
         "use_qalora": "QALoRA",
         "use_bdlora": "block-diagonal LoRA",
@@ -66,6 +65,7 @@ class PEFTConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         target_modules: A regular expression for complete names, or the ends of names.
+        target_parameters: The ends of names of parameters that are no linear layers' own.
         exclude_modules: The same for modules that are no targets.
         layers_to_transform: The only layers with targets; None for all.
         layers_pattern: Names of the list of layers, for `layers_to_transform`; () for any.
@@ -82,6 +82,7 @@ class PEFTConfig(msgspec.Struct, frozen=True):
     alpha: float
     use_rslora: bool
     target_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     exclude_modules: str | tuple[str, ...]
     layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[str, ...]
@@ -110,6 +111,10 @@ class PEFTConfig(msgspec.Struct, frozen=True):
         if isinstance(self.target_modules, str):
             return _named(self.target_modules, module)
         return _named(self.target_modules, module) and self._in_layers(module)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Whether a parameter is one of `target_parameters`."""
+        return _named(self.target_parameters, name)
 
     def saves(self, module: str) -> bool:
         """Whether the checkpoint has the complete module in place of the base model's."""
@@ -167,6 +172,7 @@ def read_peft_config(directory: Path) -> PEFTConfig:
         alpha=fields.number("lora_alpha"),
         use_rslora=fields.flag("use_rslora"),
         target_modules=_modules(fields, "target_modules"),
+        target_parameters=_names(fields, "target_parameters"),
         exclude_modules=_modules(fields, "exclude_modules"),
         layers_to_transform=_layers(fields),
         layers_pattern=_layer_names(fields),

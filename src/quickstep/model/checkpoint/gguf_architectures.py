@@ -143,6 +143,7 @@ _FALCON_PARTS = {  # some files have a norm without an ending
 _NEMOTRON_PARTS = {
     **_MAMBA_PARTS,
     "attn_norm": "norm",
+    "post_attention_norm": "post_attention_layernorm",  # of the layer that drafts
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "ffn_latent_down": "mlp.fc1_latent_proj",
@@ -253,7 +254,8 @@ class Dialect(msgspec.Struct, frozen=True):
         delta: Layers are Gated DeltaNet, but for those of full attention.
         chunks: Layers attend in chunks, unless the section has a window of 0.
         streams: There are several residual streams (Gemma 3n).
-        single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes.
+        single_blocks: A layer is a mixer or a feed-forward part, by the lists of its sizes; the one
+            that drafts has both, and two norms.
         flags: Keys of the config that are set where layers have these tensors.
         naming: How the file differs from what the architecture's checkpoints have.
         optional_qk_norm: Queries and keys have norms where the file has them.

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from ctypes import c_float
 from pathlib import Path
 from statistics import NormalDist
@@ -167,7 +167,7 @@ def gguf_tensor_files(path: Path) -> TensorFiles:
     dialect = _dialect(file)[1]
     tensors: dict[str, StoredTensor] = {}
     for stored in file.tensors.values():
-        name = _name(stored.name, dialect)
+        name = _name(stored.name, dialect, file.tensors)
         if _EXPERT in name:
             tensors.update({part.name: part for part in _experts(stored, name)})
         else:
@@ -231,8 +231,10 @@ def _dialect(file: GgufFile) -> tuple[str, Dialect]:
     return name, MIXTRAL if is_mixtral else DIALECTS[name]
 
 
-def _name(name: str, dialect: Dialect) -> str:
-    """The architecture's name; a layer's tensor that it does not know keeps its own name there."""
+def _name(name: str, dialect: Dialect, names: Collection[str]) -> str:
+    """The architecture's name; a layer's tensor that it does not know keeps its own name there.
+    `names` are those of all tensors.
+    """
     parts = dialect.parts
     module, _, kind = name.rpartition(".")
     if module in dialect.outer:
@@ -242,6 +244,9 @@ def _name(name: str, dialect: Dialect) -> str:
         return name
     part = block["part"]
     own = parts.get(part) or f"{parts.get(part.rpartition('.')[0], '')}.{kind}"
+    is_complete = f"blk.{block['layer']}.post_attention_norm.weight" in names
+    if dialect.single_blocks and is_complete and own == "norm.weight":
+        own = "input_layernorm.weight"
     return f"{dialect.layers}.{block['layer']}.{part if own.startswith('.') else own}"
 
 

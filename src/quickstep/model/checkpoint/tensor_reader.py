@@ -157,9 +157,11 @@ class TensorReader:
         return stored.to_torch().to(torch_device(self._device), dtype)
 
     def joined(self, parts: Sequence[AnyTensor]) -> AnyTensor:
-        """Tensors of the model's dtype, one below the other."""
+        """Tensors of one dtype, the model's or float32, one below the other."""
         if isinstance(self._dtype, DType):
-            return HostTensor(np.concatenate([to_numpy(part) for part in parts]), self._dtype)
+            dtype = host_dtype(parts[0].dtype)
+            assert dtype is not None
+            return HostTensor(np.concatenate([to_numpy(part) for part in parts]), dtype)
         import torch
 
         return torch.cat([to_torch(part) for part in parts])
