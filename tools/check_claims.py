@@ -70,17 +70,19 @@ def faults_of(command: str) -> Iterator[str]:
         if not (module.exists() or module.with_suffix("").is_dir()):
             yield f"there is no command {words[0]}"
     elif [program, *words[:1]] == ["python", "-m"]:
-        yield from faults_of_module(words[1], words[2:])
+        path = ROOT / words[1].replace(".", "/")
+        source = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        yield from faults_of_source(words[1], source, words[2:])
+    elif program == "python":
+        yield from faults_of_source(words[0], ROOT / words[0], words[1:])
     else:
-        yield "it is neither make, pytest, quickstep nor a module"
+        yield "it is neither make, pytest, quickstep, python nor a module"
 
 
-def faults_of_module(name: str, arguments: list[str]) -> Iterator[str]:
-    """What of a benchmark's module, and of its flags, does not exist."""
-    path = ROOT / name.replace(".", "/")
-    source = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+def faults_of_source(name: str, source: Path, arguments: list[str]) -> Iterator[str]:
+    """What of a module or a script, and of its flags, does not exist."""
     if not source.exists():
-        yield f"there is no module {name}"
+        yield f"there is no {name}"
         return
     text = source.read_text(encoding="utf-8")
     for flag in arguments:

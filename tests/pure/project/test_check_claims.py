@@ -14,7 +14,12 @@ FAULTS = {
     "a module that is gone": (
         "`python -m benchmarks.overload`",
         "`python -m benchmarks.underload`",
-        "no module benchmarks.underload",
+        "there is no benchmarks.underload",
+    ),
+    "a script that is gone": (
+        "`python tests/support/random_engine_runs.py`",
+        "`python tests/support/gone.py`",
+        "there is no tests/support/gone.py",
     ),
     "a flag that is gone": ("--only killed", "--nothing killed", "no flag --nothing"),
     "a command that is gone": ("`quickstep why ", "`quickstep whence ", "no command whence"),
