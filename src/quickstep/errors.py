@@ -7,6 +7,7 @@
     │   └── FirstTokenTooLate   the predicted wait is longer than the request allows
     ├── EngineError         the engine's fault: HTTP 5xx, logged once with its traceback
     │   ├── StepOutOfMemory     a step did not fit into the device's memory; the next one may
+    │   ├── EngineNotStarted    the system does not let another process start now
     │   └── EngineDied          the engine's process ended before it finished the request
     ├── ConfigError         a start-up option or a checkpoint is not usable: exit code 2
     └── OutOfBlocks         too few free KV blocks; the scheduler preempts or waits
@@ -34,6 +35,15 @@ def size_text(num_bytes: float) -> str:
 
 class QuickstepError(Exception):
     """The root of every exception that Quickstep raises on purpose."""
+
+
+def text_for_clients(error: BaseException) -> str:
+    """What a client may read of an error: the sentence of one of ours; of any other one the type,
+    since its text may name files of the server. Whoever catches it has it logged.
+    """
+    if isinstance(error, QuickstepError):
+        return str(error)
+    return f"{type(error).__name__}, which the log explains"
 
 
 class RequestError(QuickstepError):

@@ -26,7 +26,7 @@ from quickstep.engine.adapters import (
     mix_name,
     mix_parts,
 )
-from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.errors import ConfigError, EngineError, RequestError, text_for_clients
 from quickstep.types import Request, SequenceOutput
 
 _LOGGER = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ async def _in_thread(work: Callable[[], _Result], limit_s: float, what: str) -> 
             outcome.set_exception(error)
         except BaseException as error:  # a panic in Rust is no Exception
             _LOGGER.exception("%s failed", what)
-            outcome.set_exception(EngineError(f"{what} failed: {type(error).__name__}: {error}"))
+            outcome.set_exception(EngineError(f"{what} failed: {text_for_clients(error)}"))
 
     try:
         threading.Thread(target=run, name="adapter", daemon=True).start()

@@ -44,7 +44,7 @@ from quickstep.engine.retrieval.card import Retrieval
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_times.cost_fits import FitSaver
 from quickstep.engine.stream import Sink, Stream
-from quickstep.errors import EngineError, RequestError, StepOutOfMemory
+from quickstep.errors import EngineError, RequestError, StepOutOfMemory, text_for_clients
 from quickstep.text.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.text.token_forms import TokenFormFinder
 from quickstep.text.tokenizer import Tokenizer
@@ -647,9 +647,9 @@ class Engine:
         self._executor.reset()
         plans = [plan for plan, _ in self._in_flight]
         self._in_flight.clear()
-        now = self._clock()
+        now, reason = self._clock(), f"a step failed: {text_for_clients(error)}"
         for plan in plans:
-            self._live.deliver(self._scheduler.fail(plan, f"a step failed: {error}", now), now)
+            self._live.deliver(self._scheduler.fail(plan, reason, now), now)
         if isinstance(error, StepOutOfMemory):
             return  # the sequences that needed so much have ended
         self._num_failed_in_a_row += 1

@@ -88,8 +88,9 @@ def test_a_failed_step_fails_the_ones_behind_it_until_reset():
     expected = tokens_of(executor.submit(first_step()))
     model.error = RuntimeError("out of memory")
     failed = executor.submit(decode_step(1))
-    with pytest.raises(EngineError, match="step 1 failed: out of memory"):
+    with pytest.raises(EngineError, match="step 1 failed: RuntimeError, which the log") as raised:
         failed.result()
+    assert raised.value.__cause__ is model.error  # with its text, which clients do not get
     model.error = None
     with pytest.raises(EngineError, match="queued after a step that failed"):
         executor.submit(decode_step(2)).result()
@@ -127,7 +128,7 @@ def test_a_panic_is_a_failed_step(short):
     model.error = Panic("rust")
     failed = executor.submit(decode_step(1))
     assert isinstance(failed, ShortTicket) == short
-    with pytest.raises(EngineError, match="step 1 failed: rust"):
+    with pytest.raises(EngineError, match="step 1 failed: Panic, which the log"):
         failed.result()
     model.error = None
     executor.reset()
@@ -196,7 +197,7 @@ def test_closing_and_failing_take_a_short_step_along():
     model.error = RuntimeError("out of memory")
     failing = executor.submit(decode_step(1))
     executor.reset()  # after it: the next one runs again
-    with pytest.raises(EngineError, match="step 1 failed: out of memory"):
+    with pytest.raises(EngineError, match="step 1 failed: RuntimeError, which the log"):
         failing.result()
     model.error = None
     executor.close()

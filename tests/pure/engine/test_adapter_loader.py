@@ -102,8 +102,8 @@ async def run(work: dict[str, Callable[[], object]]) -> tuple[FakeAdapters, dict
     ("error", "part"),
     [
         (ConfigError("its file is not there"), "its file is not there"),
-        (OSError("the disk"), "OSError: the disk"),
-        (Panic("in Rust"), "Panic: in Rust"),
+        (OSError("the disk"), "OSError, which the log"),
+        (Panic("in Rust"), "Panic, which the log"),
     ],
 )
 def test_a_failed_load_ends_the_requests_that_wait_for_it_and_nothing_else(

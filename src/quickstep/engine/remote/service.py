@@ -57,7 +57,7 @@ from quickstep.engine.remote.messages import (
     UnloadAdapter,
 )
 from quickstep.engine.remote.opening import Open
-from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.errors import ConfigError, EngineError, RequestError, text_for_clients
 from quickstep.types import Admission, Delta, Request, SequenceTimings, StepRecord
 
 if TYPE_CHECKING:
@@ -487,7 +487,7 @@ def _refusal(request_id: str, error: BaseException) -> Refused:
             return Refused(request_id, str(error), None, 503)
         case _:
             _LOGGER.error("a request failed in the engine process", exc_info=error)
-            return Refused(request_id, f"{type(error).__name__}: {error}", None, 500)
+            return Refused(request_id, text_for_clients(error), None, 500)
 
 
 def _facts(engine: Engine, text_digests: TextDigests | None) -> ModelFacts:

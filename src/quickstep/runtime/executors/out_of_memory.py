@@ -10,7 +10,7 @@ import logging
 import sys
 import traceback
 
-from quickstep.errors import EngineError, StepOutOfMemory
+from quickstep.errors import EngineError, StepOutOfMemory, text_for_clients
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def step_failure(step_id: int, error: BaseException) -> EngineError:
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, torch.OutOfMemoryError):
-        failure = EngineError(f"step {step_id} failed: {error}")
+        failure = EngineError(f"step {step_id} failed: {text_for_clients(error)}")
         failure.__cause__ = error
         return failure
     _LOGGER.error("step %d needs more memory than the device has", step_id, exc_info=error)
