@@ -32,7 +32,7 @@ KEYWORDS = {
     *("$ref", "anyOf", "type", "enum", "const", "not", "items", "prefixItems", "properties"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength"),
     *("required", "additionalProperties", "minItems", "maxItems", "maxProperties", "pattern"),
-    *("propertyNames",),
+    *("propertyNames", "examples"),
 }
 
 Schema = dict[str, Any]
@@ -168,6 +168,8 @@ class _Drawing:
         return number
 
     def _string(self, schema: Schema) -> str:
+        if "examples" in schema and self._rng.random() < 0.5:
+            return str(self._rng.choice(schema["examples"]))
         low, high = schema.get("minLength", 0), schema.get("maxLength", 10**9)
         pattern = re.compile(schema.get("pattern", "").replace("$", r"\Z"))
         for _ in range(100):
