@@ -122,8 +122,8 @@ def test_tokens_that_were_drafts_are_marked(page: Page) -> None:
         for line in answer.text().split("\n"):
             chunk = json.loads(line[6:]) if line.startswith("data: {") else {}
             choice = next(iter(chunk.get("choices", ())), {})
-            if choice.get("logprobs") and num_marked < 3:
-                choice["draft"], num_marked = True, num_marked + 1
+            choice["draft"] = bool(choice.get("logprobs")) and num_marked < 3
+            num_marked += choice["draft"]
             for sequence in chunk.get("quickstep", {}).get("sequences", ()):
                 sequence.update(num_drafts=4, num_accepted=3)
             lines.append("data: " + json.dumps(chunk) if chunk else line)
