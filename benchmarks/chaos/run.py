@@ -20,6 +20,7 @@ import httpx
 import msgspec
 from msgspec.structs import replace
 
+from benchmarks.chaos.answers import read_answer
 from benchmarks.chaos.faults import Fault, Meeting, break_at_random, load_adapter
 from benchmarks.chaos.requests import (
     ADAPTERS,
@@ -32,6 +33,7 @@ from benchmarks.chaos.requests import (
     texts_begin,
 )
 from benchmarks.chaos.world import ADMIN, CLIENT_KEYS, NEIGHBOUR, PATIENCE_S, Held, World
+from quickstep.bench.serve import percentile
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.server.usage.price_book import sequence_usage
 
@@ -177,7 +179,7 @@ class Run:
         return f"chaos-{self._num_sent:07d}"
 
     async def _one_client(self, number: int, until_s: float) -> None:
-        """One request after the other; every fourth client is behind the cable."""
+        """One request after the other; every fourth client is connected by the cable."""
         rng = random.Random(f"{self.effort.seed} {number} {self._num_sent}")
         is_far = number % 4 == 3
         key = CLIENT_KEYS[number % len(CLIENT_KEYS)]
@@ -299,10 +301,25 @@ class Run:
             outcome.end = "answer"
             if batch["request_counts"]["total"] != len(chosen):
                 outcome.end, outcome.reason = "unexplained", f"lines are missing: {batch}"
+            if output_id := batch.get("output_file_id"):
+                found = await client.get(f"/v1/files/{output_id}/content")
+                if _is_good(found, outcome) and (wrong := self._other_lines(found.text)):
+                    outcome.end, outcome.reason = "unexplained", f"lines with other bits: {wrong}"
         finally:
             for name in files:
                 with suppress(httpx.HTTPError):
                     await client.delete(f"/v1/files/{name}")
+
+    def _other_lines(self, output: str) -> list[str]:
+        """The ids of a batch's answers whose choices are not those of the quiet server."""
+        wrong = []
+        for line in map(json.loads, output.splitlines()):
+            expected = self._expected[int(line["custom_id"])].answer
+            body = json.dumps(line["response"]["body"]).encode()
+            found = read_answer("completions", streams=False, body=body)
+            if found.content[0] != expected.content[0]:  # the rest is usage, which not all ask for
+                wrong.append(line["custom_id"])
+        return wrong
 
     async def _follow(self) -> None:
         """Collect the records of sequences, as long as the server lives."""
@@ -415,7 +432,9 @@ class Run:
         return outcome.paused_s + overlap_s(taken, outcome.begin_s, outcome.end_s)
 
     def _compare_gaps(self) -> None:
-        quiet_s, chaos_s = _p99(self.quiet_gaps), _p99(self.gaps)
+        if not self.quiet_gaps or not self.gaps:
+            self.broken.append("the neighbour's streams had no tokens")
+        quiet_s, chaos_s = percentile(self.quiet_gaps, 0.99), percentile(self.gaps, 0.99)
         ratio = chaos_s / quiet_s if quiet_s else float("inf")
         self.facts.append(
             f"gaps of a neighbour's stream, without and with faults: {len(self.quiet_gaps)} and "
@@ -498,10 +517,6 @@ def overlap_s(intervals: Iterable[tuple[float, float]], begin_s: float, end_s: f
         if last > first:
             total_s, reached_s = total_s + last - first, last
     return total_s
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(len(values) * 0.99)] if values else 0.0
 
 
 def _some(counts: Counter[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -84,7 +84,8 @@ _DEADLINE_MARGIN_S = 0.5
 # Messages that may wait for a process that does not read.
 LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
-_RELOAD_S = 2.0  # until an adapter that could not be read is read again
+# Until an adapter that could not be read is read again: doubled with each attempt.
+_RELOAD_S, _MOST_RELOAD_S = 2.0, 120.0
 _ADAPTER_S = 130.0  # for an adapter, which it gives up after 120
 _SLOT_S = 300.0  # for a slot's file, which may have gigabytes
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
@@ -257,7 +258,8 @@ class RemoteEngine:
         # What clients changed, for a new process: paths by name, None for those of the start that
         # are unloaded.
         self._changed_adapters: dict[str, str | None] = {}
-        self._reloads: dict[int, tuple[str, str]] = {}  # name and path by number, of a new process
+        # Of a new process, by the change's number: name, path, and seconds until another attempt.
+        self._reloads: dict[int, tuple[str, str, float]] = {}
         self._adapters_at_start = frozenset(
             () if config.lora is None else (name for name, _ in config.lora.modules)
         )
@@ -756,19 +758,19 @@ class RemoteEngine:
             if name in self._adapters_at_start:  # no request may get what it was at the start
                 process.sender.put(UnloadAdapter(self._next_change(), name))
             if adapter_path is not None:
-                self._reload(process, name, adapter_path)
+                self._reload(process, name, adapter_path, _RELOAD_S)
 
-    def _reload(self, process: EngineLink, name: str, path: str) -> None:
+    def _reload(self, process: EngineLink, name: str, path: str, delay_s: float) -> None:
         """Have a new process load what the one before it had."""
         number = self._next_change()
-        self._reloads[number] = (name, path)
+        self._reloads[number] = (name, path, delay_s)
         process.sender.put(LoadAdapter(number, name, path, False))
 
-    def _reload_again(self, process: EngineLink, name: str, path: str) -> None:
+    def _reload_again(self, process: EngineLink, name: str, path: str, delay_s: float) -> None:
         """The same later, unless clients have changed it, or the process has ended."""
         is_current = process is self._supervisor.process
         if is_current and self._changed_adapters.get(name) == path:
-            self._reload(process, name, path)
+            self._reload(process, name, path, min(_MOST_RELOAD_S, 2.0 * delay_s))
 
     async def _texts_of(self, facts: ModelFacts) -> Texts:
         """Tokenizer and template of a loaded model: the engine's, or this host's own copy."""
@@ -915,8 +917,9 @@ class RemoteEngine:
         reload = self._reloads.pop(note.number, None)
         may_pass = note.refused is not None and isinstance(note.refused.error, EngineError)
         if reload is not None and process is not None and may_pass:  # it is of the system
+            _, _, delay_s = reload
             loop = asyncio.get_running_loop()
-            loop.call_later(_RELOAD_S, self._reload_again, process, *reload)
+            loop.call_later(delay_s, self._reload_again, process, *reload)
         if change is None or change.done():  # its caller has left, or a new process had to load it
             if note.refused is not None:
                 _LOGGER.warning("an adapter was not loaded again: %s", note.refused.message)
