@@ -86,14 +86,16 @@ class LocalExecutor:
         """
         if self._is_closed:
             raise EngineError(f"step {plan.step_id} was submitted to a closed executor")
-        newest = self._newest
+        newest, num_tokens = self._newest, plan.num_tokens
         if isinstance(newest, ShortTicket):
             newest.finish()  # plans run in order
-        is_idle = newest is None or newest.done()
-        if is_idle and not plan.admitted and 0 < plan.num_tokens <= self._short_tokens:
-            self._newest = ShortTicket(partial(self._run, plan))
+            is_idle = True
         else:
-            self._newest = self._worker.submit(self._run, plan)
+            is_idle = newest is None or newest.done()
+        if is_idle and not plan.admitted and 0 < num_tokens <= self._short_tokens:
+            self._newest = ShortTicket(partial(self._run, plan, num_tokens))
+        else:
+            self._newest = self._worker.submit(self._run, plan, num_tokens)
         return self._newest
 
     def reset(self) -> None:
@@ -128,13 +130,13 @@ class LocalExecutor:
         if isinstance(self._newest, ShortTicket):
             self._newest.finish()
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, num_tokens: int) -> StepResult:
         """On the worker thread, or on the caller's while the worker is idle."""
         try:
             if self._failure is None:
                 result = self._runner.run(plan)
                 is_short = result.seconds <= self._short_s and self._runner.is_on_host
-                self._short_tokens = plan.num_tokens if is_short else 0
+                self._short_tokens = num_tokens if is_short else 0
                 return result
             self._runner.skip(plan)
         except BaseException as error:  # the thread's top, and a panic in Rust is no Exception
