@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,10 +64,11 @@ def test_a_process_that_died_in_a_call_fails_it_and_is_replaced(
     expected = tokenizer.encode(LONG)
     assert process.process_id is not None
     os.kill(process.process_id, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.process_id, os.WSTOPPED | os.WNOWAIT)
     with ThreadPoolExecutor() as pool:
         call = pool.submit(tokenizer.encode, LONG)
-        while not process._lock.locked():
-            pass
+        with Path(f"/proc/{process.process_id}/fd/0").open("rb", buffering=0) as its_input:
+            assert select.select([its_input], [], [], 60)[0]  # the text is being written
         os.kill(process.process_id, signal.SIGKILL)
         with pytest.raises(EngineError, match="ended with code -9"):
             call.result()
