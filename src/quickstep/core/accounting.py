@@ -29,7 +29,6 @@ from quickstep.core.step import InFlightStep
 from quickstep.types import (
     Phase,
     PrefillCharge,
-    RowOutput,
     SequenceTimings,
     StepRecord,
     StepResult,
@@ -284,61 +283,6 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
         return ticks
 
 
-def charge(
-    step: InFlightStep,
-    outputs: tuple[RowOutput, ...],
-    seconds: float,
-    cost_model: CostModel,
-    grouped: StepLoad = _NO_LOAD,
-) -> StepCharges:
-    """Divide a step's seconds among its sequences, and add them to these.
-
-    In proportion to the predicted cost of each row; what a step costs once is divided like the
-    rest. A row whose sequence ended while it ran is charged to the others. The part of a row's
-    charge for positions that an earlier residency computed, by tokens, is the sequence's
-    `recomputed_s`; the part for drafts that were rejected is its `rejected_s`.
-
-    `grouped` is the load of the rows that are not listed and whose sequences have not ended. These
-    are charged by their group.
-    """
-    rows = step.rows
-    ended: list[bool] = []
-    for entry in rows:
-        ended.append(entry.sequence.state is SequenceState.FINISHED)
-    some_ended, alive = any(ended), step.load
-    if some_ended or grouped.num_rows < step.plan.num_grouped_rows:
-        loads = [entry.load for entry, is_over in zip(rows, ended, strict=True) if not is_over]
-        alive = sum(loads, start=grouped)
-    prices = UnitTicks.divide(seconds, cost_model.unit_prices(step.load), alive)
-    charged = prices.of_rows(list(map(_LOAD, rows)), step.load)
-    if some_ended:
-        charged = [0 if is_over else one for one, is_over in zip(charged, ended, strict=True)]
-    recomputed = rejected = 0
-    for entry, output, ticks in zip(rows, outputs, charged, strict=True):
-        row, sequence, own = entry.row, entry.sequence, ticks
-        if entry.residency.recompute_end > row.start:
-            num_again = min(row.end, entry.residency.recompute_end) - row.start
-            again = ticks * num_again // row.num_tokens
-            sequence.charges.recomputed_ticks += again
-            recomputed += again
-            own -= again
-        if row.num_drafts:
-            num_rejected = row.num_drafts + 1 - max(1, len(output.token_ids))
-            wasted = own * num_rejected // row.num_tokens
-            sequence.charges.rejected_ticks += wasted
-            rejected += wasted
-            own -= wasted
-        sequence.charges.device_ticks += own
-    return StepCharges(
-        tuple(charged),
-        prices,
-        sum(charged) + (prices.of(grouped) if grouped.num_rows else 0),
-        recomputed / TICKS_PER_S,
-        rejected / TICKS_PER_S,
-        0.0 if alive.num_rows else seconds,
-    )
-
-
 def with_unloaded(
     timings: SequenceTimings, cost_model: CostModel, chunk: int, num_stages: int = 1
 ) -> SequenceTimings:
@@ -396,15 +340,56 @@ class Accounts:
     def charge(
         self, step: InFlightStep, result: StepResult, unlisted: StepLoad = _NO_LOAD
     ) -> StepCharges:
-        """Divide the seconds of a step among its sequences; `unlisted` is the load of those that
-        have no row in the plan.
+        """Divide a step's seconds among its sequences, and add them to these.
+
+        In proportion to the predicted cost of each row; what a step costs once is divided like the
+        rest. A row whose sequence ended while it ran is charged to the others. The part of a row's
+        charge for positions that an earlier residency computed, by tokens, is the sequence's
+        `recomputed_s`; the part for drafts that were rejected is its `rejected_s`.
+
+        `unlisted` is the load of the rows that the plan does not list and whose sequences have not
+        ended. These are charged by their group.
         """
-        charges = charge(step, result.outputs, result.seconds, self._cost_model, unlisted)
+        rows, seconds = step.rows, result.seconds
+        ended: list[bool] = []
+        for entry in rows:
+            ended.append(entry.sequence.state is SequenceState.FINISHED)
+        some_ended, alive = any(ended), step.load
+        if some_ended or unlisted.num_rows < step.plan.num_grouped_rows:
+            loads = [entry.load for entry, is_over in zip(rows, ended, strict=True) if not is_over]
+            alive = sum(loads, start=unlisted)
+        prices = UnitTicks.divide(seconds, self._cost_model.unit_prices(step.load), alive)
+        charged = prices.of_rows(list(map(_LOAD, rows)), step.load)
+        if some_ended:
+            charged = [0 if is_over else one for one, is_over in zip(charged, ended, strict=True)]
+        recomputed = rejected = 0
+        for entry, output, ticks in zip(rows, result.outputs, charged, strict=True):
+            row, sequence, own = entry.row, entry.sequence, ticks
+            if entry.residency.recompute_end > row.start:
+                num_again = min(row.end, entry.residency.recompute_end) - row.start
+                again = ticks * num_again // row.num_tokens
+                sequence.charges.recomputed_ticks += again
+                recomputed += again
+                own -= again
+            if row.num_drafts:
+                num_rejected = row.num_drafts + 1 - max(1, len(output.token_ids))
+                wasted = own * num_rejected // row.num_tokens
+                sequence.charges.rejected_ticks += wasted
+                rejected += wasted
+                own -= wasted
+            sequence.charges.device_ticks += own
         if self._order.takes_turns:
-            for entry, ticks in zip(step.rows, charges.ticks, strict=True):
+            for entry, ticks in zip(rows, charged, strict=True):
                 if ticks:  # a sequence that has ended is charged nothing
                     self._order.charged(entry.sequence, ticks / TICKS_PER_S)
-        return charges
+        return StepCharges(
+            tuple(charged),
+            prices,
+            sum(charged) + (prices.of(unlisted) if unlisted.num_rows else 0),
+            recomputed / TICKS_PER_S,
+            rejected / TICKS_PER_S,
+            0.0 if alive.num_rows else seconds,
+        )
 
     def with_unloaded(self, timings: SequenceTimings) -> SequenceTimings:
         """The timings with the predicted seconds of the same tokens without any other request."""

@@ -200,7 +200,7 @@ class Scheduler:
                 and not self._deadlines.is_later(sequence, now)  # it may have run meanwhile
             ):
                 self._waiting.relegate(sequence, now)
-        for sequence, why in self.held.lost(self._waiting):
+        for sequence, why in self.held.lost(self._waiting) if self._waiting.parked_by_key else ():
             outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
         return tuple(outputs)
 
@@ -633,7 +633,8 @@ class Scheduler:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
         is_full = len(self._in_flight) >= self.max_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._budget.wakeup(now)
-        lost_s = now if self.held.lost(self._waiting) else None
+        some_lost = self._waiting.parked_by_key and self.held.lost(self._waiting)
+        lost_s = now if some_lost else None
         times = self._deadlines.next_s(), policy_s, lost_s
         return min((time for time in times if time is not None), default=None)
 

@@ -158,8 +158,8 @@ _BUGS = {
     ),
     "adapter-without-room-awaited": (
         "scheduler",
-        "for sequence, why in self.held.lost(self._waiting):",
-        "for sequence, why in ():",
+        "self.held.lost(self._waiting) if self._waiting.parked_by_key else ():",
+        "():",
     ),
     "adapter-not-released": (
         "resources.adapter_places",

@@ -114,8 +114,6 @@ class HeldResources:
 
     def lost(self, waiting: WaitingQueue) -> list[tuple[Sequence, str]]:
         """The sequences that wait for what they cannot get any more, and why."""
-        if not waiting.parked_by_key:
-            return []
         return [lost for resource in self._all for lost in resource.lost(waiting)]
 
     def check(self, running: Iterable[Sequence]) -> None:

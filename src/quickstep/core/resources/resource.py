@@ -76,7 +76,9 @@ class Resource:
         """A sequence of an accepted request has ended, in the batch or in the queue."""
 
     def lost(self, waiting: WaitingQueue) -> list[tuple[Sequence, str]]:
-        """The sequences that wait for what they can never get any more, and why."""
+        """The sequences that wait for what they can never get any more, and why. Called while at
+        least one is parked.
+        """
         return []
 
     def check(self, running: Iterable[Sequence]) -> None:
