@@ -26,14 +26,17 @@ from op_checks.sampling_cases import (
 )
 from quickstep.ops.tensors import FLOAT32, HostTensor
 from quickstep.ops.triton.sampling.exact_math import exp_nonpositive, gumbel, log, noise_bits
+from quickstep.ops.triton.sampling.sample import NOTHING_ALLOWED
+from quickstep.ops.triton.sampling.sample import sample as sample_on_device
 from quickstep.runtime.sampling import exact_math, noise
+from quickstep.runtime.sampling.device_records import DeviceRecords
 from quickstep.runtime.sampling.device_sampler import DeviceSampler, score_on_device
 from quickstep.runtime.sampling.logprobs import score_tokens
 from quickstep.runtime.sampling.sampler import SampleFailure, sample
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import SamplingParams
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "rows_of_every_kind"]
 
 
 def assert_same_samples(logits, states, device, rows=None, sampler=None):
@@ -218,6 +221,42 @@ def a_row_that_fails_fails_alone(device):
     ]
 
 
+def rows_of_every_kind(vocab, seed, device):
+    """Logits on the host, states, and their records on the device."""
+    kinds = [*EVERY_FILTER, *EVERY_CHANGE]
+    logits = rows_of("normal", len(kinds), vocab, seed, 2.0)
+    states = [state_of(one, vocab, seed + i, range(4)) for i, one in enumerate(kinds)]
+    changes = [state.changes(None) if state.adjusts_logits else None for state in states]
+    records = DeviceRecords(vocab, device).build(states, changes, range(len(kinds)))
+    return logits, states, records
+
+
+def the_same_launches_sample_other_logits_and_seeds(device):
+    """As a recorded step does: only numbers in the same tensors change. On a GPU it is captured."""
+    vocab = 5000 if device == "cuda" else 1100
+    logits, _, records = rows_of_every_kind(vocab, 1, device)
+    there = logits.to(device)
+    token_ids = sample_on_device(there, records)  # compiles the kernels
+
+    def launch():
+        token_ids.copy_(sample_on_device(there, records))
+
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        launch = graph.replay
+    for seed in (1, 2):
+        logits, states, others = rows_of_every_kind(vocab, seed, device)
+        there.copy_(logits)
+        records.rows.copy_(others.rows)
+        launch()
+        assert token_ids.tolist() == [
+            NOTHING_ALLOWED if isinstance(one, SampleFailure) else one.token_id
+            for one in sample(logits, states)
+        ]
+
+
 def rows_in_any_order_and_in_groups_are_sampled_alike(device):
     logits = rows_of("normal", 6, 65, 3, 4.0)
     states = [
@@ -349,6 +388,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     tokens_that_a_grammar_forces_have_their_own_logprobs,
     logprobs_are_those_of_the_definition,
     a_row_that_fails_fails_alone,
+    the_same_launches_sample_other_logits_and_seeds,
     rows_in_any_order_and_in_groups_are_sampled_alike,
     tokens_can_stay_on_the_device,
     a_row_that_fails_in_flight_fails_alone,
