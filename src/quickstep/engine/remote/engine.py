@@ -82,7 +82,7 @@ _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
 _DEADLINE_MARGIN_S = 0.5
 # Messages that may wait for a process that does not read.
-LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
+LOG_CAPACITY = 16_384  # of each kind, about 770 bytes a step and 1,300 a sequence
 _REPORT_S = 2.0  # how long the process may take to answer a question
 # Until an adapter that could not be read is read again: doubled with each attempt.
 _RELOAD_S, _MOST_RELOAD_S = 2.0, 120.0
