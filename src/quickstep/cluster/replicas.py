@@ -49,6 +49,7 @@ from quickstep.core.router import (
     route_request,
 )
 from quickstep.engine.adapters import LoadedAdapter
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
 from quickstep.engine.remote.streams import LostRequest
@@ -98,7 +99,7 @@ class ReplicaSet:
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
         self._trials: dict[int, str] = {}  # by engine: the request that may have ended others
-        self._watching: set[asyncio.Task[None]] = set()  # those trials
+        self._watching = OwnedTasks(_LOGGER)  # those trials
         self._clock = clock
         self._intake = RequestIntake(open_seeds(seed), self)
         self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
@@ -724,9 +725,7 @@ class ReplicaSet:
     def _try(self, number: int, request_id: str) -> None:
         """Let no other suspected request onto an engine before this one has got a token."""
         self._trials[number] = request_id
-        watching = asyncio.create_task(self._watch_trial(number, request_id))
-        self._watching.add(watching)
-        watching.add_done_callback(self._watching.discard)
+        self._watching.start(self._watch_trial(number, request_id))
 
     async def _watch_trial(self, number: int, request_id: str) -> None:
         while self._engines[number].waits_for_token(request_id):
