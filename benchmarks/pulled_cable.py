@@ -14,6 +14,9 @@ import msgspec
 from quickstep.engine.remote.host import EngineAddress
 
 _PORT = 8100
+_NOWHERE = "nowhere"  # a link of the other host that is down
+# load a random number; 0 (no match) if it is above the limit, else a match
+_LOSS = "4,32 0 0 4294963256,37 0 1 {},6 0 0 0,6 0 0 4294967295,"
 
 
 class Cable(msgspec.Struct):
@@ -50,12 +53,36 @@ class Cable(msgspec.Struct):
         else:
             self.proxy.set_forwarding(state == "up")
 
+    def lose(self, to_host: float = 0.0, from_host: float = 0.0) -> None:
+        """Drop this part of the packets, chosen at random, until `lose()`. Namespaces only.
+
+        A classic BPF program compares a random number; what it chooses is redirected to a link that
+        is down (netem and the actions that drop are in few kernels).
+        """
+        for command in ("del", "add"):
+            with suppress(subprocess.CalledProcessError):  # there was none
+                _tc(self.namespace, "qdisc", command, "dev", "inside", "clsact")
+        for direction, part in (("ingress", to_host), ("egress", from_host)):
+            if part:
+                program = ("bpf", "bytecode", _LOSS.format(int(part * (2**32 - 1))))
+                place = ("filter", "add", "dev", "inside", direction, "protocol", "ip")
+                away = ("action", "mirred", "egress", "redirect", "dev", _NOWHERE)
+                _tc(self.namespace, *place, *program, *away)
+
+
+def has_namespaces() -> bool:
+    """Whether `cable` makes namespaces here."""
+    with cable(number=9) as found:
+        return found.proxy is None
+
 
 @contextmanager
-def cable() -> Iterator[Cable]:
-    """A namespace with a veth pair; a proxy where those are not permitted."""
-    namespace, outside = f"quickstep-{os.getpid()}", f"qs{os.getpid()}"
-    subnet = f"10.231.{os.getpid() % 250}"
+def cable(number: int = 0) -> Iterator[Cable]:
+    """A namespace with a veth pair; a proxy where those are not permitted. Several of a process
+    have different numbers.
+    """
+    namespace, outside = f"quickstep-{os.getpid()}-{number}", f"qs{os.getpid()}-{number}"
+    subnet = f"10.{231 + number}.{os.getpid() % 250}"
     try:
         _ip("netns", "add", namespace)
     except (OSError, subprocess.CalledProcessError):
@@ -69,6 +96,7 @@ def cable() -> Iterator[Cable]:
         _ip("link", "set", outside, "up")
         _ip("-n", namespace, "addr", "add", f"{subnet}.2/24", "dev", "inside")
         _ip("-n", namespace, "link", "set", "inside", "up")
+        _ip("-n", namespace, "link", "add", _NOWHERE, "type", "veth", "peer", "name", "nobody")
         prefix = ("ip", "netns", "exec", namespace)
         yield Cable(prefix, f"{subnet}.2:{_PORT}", namespace)
     finally:
@@ -79,6 +107,10 @@ def cable() -> Iterator[Cable]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _tc(namespace: str, *arguments: str) -> None:
+    subprocess.run(["tc", "-n", namespace, *arguments], check=True, capture_output=True)
 
 
 @contextmanager

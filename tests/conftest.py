@@ -8,6 +8,8 @@ Property tests draw the same examples in every run, so that a green commit stays
 A run in the background of a shell script has SIGINT ignored, and so would the processes that tests
 start and interrupt: it is taken back.
 
+An exception of a task that nothing retrieves fails the test in which asyncio reports it.
+
 What the collection leaves (modules, tests, parameters) lives as long as the process, so the garbage
 collector passes over it: that saves a sixth of the time of the tests that allocate much.
 
@@ -24,6 +26,7 @@ Nothing is stored in the user's cache, here and in the processes that tests star
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -89,6 +92,23 @@ def garbage_is_collected_after_each_test() -> Iterator[None]:
     is_enabled = gc.isenabled()
     gc.enable()
     assert is_enabled, "the test left garbage collection disabled"
+
+
+@pytest.fixture(autouse=True)
+def every_task_has_an_owner() -> Iterator[None]:
+    """asyncio logs what a task of nobody raised when the task is collected."""
+    lost: list[str] = []
+
+    class Lost(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "was never retrieved" in record.getMessage():
+                lost.append(record.getMessage())
+
+    handler, logger = Lost(logging.ERROR), logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not lost
 
 
 @pytest.fixture

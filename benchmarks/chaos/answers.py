@@ -129,7 +129,8 @@ def _read_message(answer: Answer, values: list[Any], streams: bool) -> None:
     if not streams:
         values = [{"message": values[0], "delta": values[0]}]
     blocks: dict[int, str] = {}
-    reason, usage = None, {}
+    reason: str | None = None
+    usage: dict[str, Any] = {}
     for value in values:
         delta = value.get("delta") or {}
         if "index" in value:

@@ -26,12 +26,14 @@ import httpx
 import msgspec
 
 from benchmarks.chaos.requests import ADAPTERS, Outcome
+from benchmarks.chaos.sites import SITES, Host, Hosts
 from benchmarks.chaos.world import ADMIN, STALL_S, World, address_space_bytes
 
 __all__ = ["FAULTS", "Fault"]
 
 _TCP_REPAIR = 19  # of linux/tcp.h: a socket that is closed in this state sends nothing
 _HOUR_S = 3600.0
+_OPERATOR_S = 20.0  # until an operator's request is given up
 _LOAD_S = 30.0  # until an adapter has to be there
 
 Break = Callable[[World, Random], AbstractAsyncContextManager[None]]
@@ -49,7 +51,9 @@ class Fault(msgspec.Struct, frozen=True):
             those over the cable (`far`), or of connections that are being opened (`new`).
         errors: A regular expression of the reasons of errors that it may cause, "" for none.
         cuts: It may take connections, whose clients then get no answer.
-        needs: `mounts`, `shim`, or "" for nothing that a user may lack.
+        needs: `mounts`, `shim`, `netns`, or "" for nothing that a user may lack.
+        sites: The servers that may have it (`sites.SITES`).
+        delays: Streams have gaps that are the network's.
     """
 
     name: str
@@ -57,8 +61,10 @@ class Fault(msgspec.Struct, frozen=True):
     lasts_s: tuple[float, float] = (0.0, 0.0)
     holds: Literal["", "all", "far", "new"] = ""
     cuts: bool = False
-    needs: Literal["", "mounts", "shim"] = ""
+    needs: Literal["", "mounts", "shim", "netns"] = ""
     errors: str = ""
+    sites: tuple[str, ...] = tuple(SITES)
+    delays: bool = False
 
     def explains(self, outcome: Outcome) -> bool:
         """Whether it may be why a request ended with an error."""
@@ -244,12 +250,128 @@ async def _half_open(world: World, rng: Random) -> AsyncIterator[None]:
         connection.close()
 
 
+# -- hosts ----------------------------------------------------------------------------------------
+
+
+def _host(world: World, rng: Random) -> Host:
+    assert isinstance(world.site, Hosts), "faults of hosts are in their site only"
+    return rng.choice(world.site.hosts)
+
+
+@asynccontextmanager
+async def _host_cut(world: World, rng: Random) -> AsyncIterator[None]:
+    link = _host(world, rng).link
+    link.pull()
+    yield
+    link.mend()
+
+
+@asynccontextmanager
+async def _hosts_cut(world: World, rng: Random) -> AsyncIterator[None]:
+    assert isinstance(world.site, Hosts), "faults of hosts are in their site only"
+    for host in world.site.hosts:
+        host.link.pull()
+    yield
+    for host in world.site.hosts:
+        host.link.mend()
+
+
+@asynccontextmanager
+async def _packets_lost(
+    to_host: float, from_host: float, world: World, rng: Random
+) -> AsyncIterator[None]:
+    link = _host(world, rng).link
+    link.lose(to_host, from_host)
+    yield
+    link.lose()
+
+
+@asynccontextmanager
+async def _power_lost(world: World, rng: Random) -> AsyncIterator[None]:
+    """The engine is gone, and no packet says so: the server's connection is half-open."""
+    host = _host(world, rng)
+    host.link.pull()
+    host.send(signal.SIGKILL)
+    yield
+    host.link.mend()
+
+
+@asynccontextmanager
+async def _engine_told_to_end(world: World, rng: Random) -> AsyncIterator[None]:
+    _host(world, rng).send(signal.SIGTERM)
+    yield
+
+
+@asynccontextmanager
+async def _strangers(world: World, rng: Random) -> AsyncIterator[None]:
+    """Connections to an engine that say nothing, or half of it, and then vanish."""
+    address, port = _host(world, rng).link.listen.split(":")
+    opened = []
+    for number in range(24):
+        with suppress(OSError):  # the engine may be away
+            connection = socket.create_connection((address, int(port)), 0.5)
+            connection.sendall((b"", b"\0\0", b"GET / HTTP/1.1\r\n")[number % 3])
+            opened.append(connection)
+    yield
+    for connection in opened:
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+        connection.close()
+
+
+# -- several models -------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _model_loaded(world: World, rng: Random) -> AsyncIterator[None]:
+    await operate(world, "/v1/models/load", {"model": rng.choice(world.site.models)})
+    yield
+
+
+@asynccontextmanager
+async def _model_unloaded(world: World, rng: Random) -> AsyncIterator[None]:
+    await operate(world, "/v1/models/unload", {"model": rng.choice(world.site.models)})
+    yield
+
+
+@asynccontextmanager
+async def _model_sleeps(world: World, rng: Random) -> AsyncIterator[None]:
+    name = rng.choice(world.site.models)
+    await operate(world, f"/sleep?model={name}")
+    yield
+    await operate(world, f"/wake_up?model={name}")
+
+
+@asynccontextmanager
+async def _keep_alive(world: World, rng: Random) -> AsyncIterator[None]:
+    """An operator's request has its model leave as soon as it has no requests, which lasts until
+    another one says otherwise.
+    """
+    body: dict[str, object] = {"model": rng.choice(world.site.models), "prompt": "a", "raw": True}
+    body |= {"options": {"num_predict": 1}, "stream": False}
+    await operate(world, "/api/generate", {**body, "keep_alive": 0})
+    yield
+    await operate(world, "/api/generate", {**body, "keep_alive": -1})
+
+
+@asynccontextmanager
+async def _models_in_turn(world: World, rng: Random) -> AsyncIterator[None]:
+    """All models are wanted at once, and there is no room for all."""
+    loads = (operate(world, "/v1/models/load", {"model": name}) for name in world.site.models)
+    await asyncio.gather(*loads)
+    yield
+
+
 # -- operators ------------------------------------------------------------------------------------
 
 
-async def _operate(world: World, path: str, body: dict[str, object] | None = None) -> bool:
-    """Call a route of operators; False if it refuses, since an engine may be away."""
-    async with httpx.AsyncClient(base_url=world.server.url, headers=ADMIN, timeout=60.0) as client:
+async def operate(world: World, path: str, body: dict[str, object] | None = None) -> bool:
+    """Call a route of operators; False if it refuses, since an engine may be away, or does not
+    answer in time.
+    """
+    async with httpx.AsyncClient(
+        base_url=world.server.url, headers=ADMIN, timeout=_OPERATOR_S
+    ) as client:
         with suppress(httpx.HTTPError):
             return (await client.post(path, json=body or {})).status_code == 200
     return False
@@ -260,7 +382,7 @@ async def load_adapter(world: World, name: str) -> None:
     body = {"lora_name": name, "lora_path": str(world.adapter_path(name)), "load_inplace": True}
     until_s = time.monotonic() + _LOAD_S
     # an operator tries again: while an engine is started, the answer is 503
-    while not await _operate(world, "/v1/load_lora_adapter", body):
+    while not await operate(world, "/v1/load_lora_adapter", body):
         if time.monotonic() > until_s:
             return
         await asyncio.sleep(0.2)
@@ -275,14 +397,14 @@ async def _adapter_replaced(world: World, rng: Random) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _adapter_gone(world: World, rng: Random) -> AsyncIterator[None]:
     name = rng.choice(ADAPTERS)
-    await _operate(world, "/v1/unload_lora_adapter", {"lora_name": name})
+    await operate(world, "/v1/unload_lora_adapter", {"lora_name": name})
     yield
     await load_adapter(world, name)
 
 
 @asynccontextmanager
 async def _replica_restarted(world: World, rng: Random) -> AsyncIterator[None]:
-    await _operate(world, f"/admin/replicas/{rng.randrange(2)}/restart")
+    await operate(world, f"/admin/replicas/{rng.randrange(2)}/restart")
     yield
 
 
@@ -294,7 +416,7 @@ async def _all_restarted(world: World, rng: Random) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _cache_reset(world: World, rng: Random) -> AsyncIterator[None]:
-    await _operate(world, "/reset_prefix_cache")
+    await operate(world, "/reset_prefix_cache")
     yield
 
 
@@ -306,8 +428,11 @@ _NO_WORKER = "^503 the process that tokenises long texts ended"
 _DEATHS = "[0-9]+ engine processes ended in a row while they computed it"  # docs/guide/scale.md
 _NO_DESCRIPTORS = "Too many open files|cannot be (started|written)"
 _NO_TRIAL = "^503 (the process that tries out grammars ended|the grammar was not compiled within)"
-_NO_MEMORY = f"{_DEATHS}|failed to map segment|cannot be started|can't start new thread|MemoryError"
+_NO_MEMORY = f"{_DEATHS}|ImportError|cannot be started|can't start new thread|MemoryError"
 _GRAMMARS, _TOKENIZER = b"grammar.trial_worker", b"text.tokenizer_worker"
+
+_of_hosts = partial(Fault, needs="netns", sites=("hosts",), delays=True)
+_of_models = partial(Fault, sites=("models",))
 
 FAULTS: tuple[Fault, ...] = (
     Fault("an engine is killed", _engine_killed, errors=_DEATHS),
@@ -353,9 +478,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault("half-open connections", _half_open, (1.0, 4.0)),
     Fault("an adapter is loaded again", _adapter_replaced),
     Fault("an adapter is gone for a time", _adapter_gone, (0.2, 2.0), errors=_NO_ADAPTER),
-    Fault("a replica is restarted", _replica_restarted),
+    Fault("a replica is restarted", _replica_restarted, sites=("replicas", "hosts")),
     Fault("all replicas are restarted in turn", _all_restarted),
     Fault("the prefix cache is reset", _cache_reset),
+    _of_hosts("a host is cut off for a moment", _host_cut, (0.3, 2.5)),
+    _of_hosts("a host is cut off until it is given up", _host_cut, (6.0, 9.0)),
+    _of_hosts("all hosts are cut off", _hosts_cut, (0.5, 7.0)),
+    _of_hosts("a third of a host's packets is lost", partial(_packets_lost, 0.3, 0.3), (1.0, 6.0)),
+    _of_hosts("a host hears nothing", partial(_packets_lost, 1.0, 0.0), (1.0, 8.0)),
+    _of_hosts("nothing hears a host", partial(_packets_lost, 0.0, 1.0), (1.0, 8.0)),
+    _of_hosts("a host loses its power", _power_lost, (0.5, 3.0), errors=_DEATHS),
+    _of_hosts("an engine of a host is told to end", _engine_told_to_end),
+    _of_hosts("strangers connect to an engine", _strangers, (1.0, 4.0)),
+    _of_models("a model is loaded", _model_loaded),
+    _of_models("a model is unloaded", _model_unloaded),
+    _of_models("a model sleeps", _model_sleeps, (0.1, 2.0)),
+    _of_models("a model is kept for no time", _keep_alive, (0.5, 3.0)),
+    _of_models("all models are loaded", _models_in_turn),
 )
 
 

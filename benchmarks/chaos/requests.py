@@ -28,6 +28,8 @@ _KINDS = ("chat", "completions", "chat", "completions", "responses", "messages",
 _HUNG_S = 45.0  # after its deadline, a client gives up
 _PAUSE_S = 0.15  # of a slow reader, between two reads
 _MAX_PAUSES = 12
+_BUSY = (503, 529)  # the Anthropic API has a status of its own
+_WAITED = "was not ready within"  # a request waited for its model until its time limit
 
 Manner = Literal["reads", "reads slowly", "leaves"]
 
@@ -45,6 +47,7 @@ class ChaosRequest(msgspec.Struct, frozen=True):
     statuses: frozenset[int] = frozenset()  # what refuses a hostile one; empty for others
     method: str = "POST"
     headers: tuple[tuple[str, str], ...] = ()
+    model: str = ""  # of several
 
 
 class Outcome(msgspec.Struct):
@@ -70,13 +73,15 @@ class Outcome(msgspec.Struct):
     answer: Answer = msgspec.field(default_factory=Answer)
 
 
-def pool(seed: int, num: int) -> list[ChaosRequest]:
-    """Requests of every kind, whose answers depend on nothing but themselves."""
+def pool(seed: int, num: int, models: Sequence[str] = ()) -> list[ChaosRequest]:
+    """Requests of every kind, whose answers depend on nothing but themselves; of several models,
+    the first of which has adapters, each names one.
+    """
     rng = random.Random(seed)
-    return [_reproducible(rng, number) for number in range(num)]
+    return [_reproducible(rng, number, models) for number in range(num)]
 
 
-def _reproducible(rng: random.Random, number: int) -> ChaosRequest:
+def _reproducible(rng: random.Random, number: int, models: Sequence[str]) -> ChaosRequest:
     kind = _KINDS[number % len(_KINDS)]
     path = APIS[kind][1]
     body: dict[str, Any] = json.loads(random_request(rng, [kind]).body)
@@ -92,9 +97,12 @@ def _reproducible(rng: random.Random, number: int) -> ChaosRequest:
             adapter = body["model"] = rng.choice(ADAPTERS)
     elif kind in ("responses", "messages"):
         body["temperature"] = 0
+    if models and not adapter:
+        body["model"] = rng.choice(models)
     content = json.dumps(body).encode()
     streams = bool(body.get("stream"))
-    return ChaosRequest(kind, path, content, streams, timeout_s, number, adapter)
+    model = body.get("model", "") if models and not adapter else ""
+    return ChaosRequest(kind, path, content, streams, timeout_s, number, adapter, model=model)
 
 
 def _lengthen(rng: random.Random, kind: str, body: dict[str, Any]) -> None:
@@ -186,10 +194,11 @@ async def _read(
 def _judge(outcome: Outcome, body: bytes) -> None:
     """Decide how a request ended whose response was read."""
     request, answer = outcome.request, outcome.answer
-    if outcome.status == 408 and answer.error:
+    took_s = time.monotonic() - outcome.begin_s
+    message = answer.error or read_answer("", streams=False, body=body).error
+    if (outcome.status == 408 and message) or (outcome.status in _BUSY and _WAITED in message):
         outcome.end = "timeout"  # of what has no partial answer
     elif outcome.status != 200:
-        message = answer.error or read_answer("", streams=False, body=body).error
         is_refusal = outcome.status in request.statuses
         outcome.end = "refused" if is_refusal else "error"
         outcome.reason = f"{outcome.status} {message}".strip()
@@ -199,10 +208,11 @@ def _judge(outcome: Outcome, body: bytes) -> None:
         outcome.end, outcome.reason = "error", f"in the stream: {answer.error}"
     elif not answer.is_over:
         outcome.end, outcome.reason = "cut", "the response has no end"
-    elif request.statuses:
+    elif request.statuses and took_s < request.timeout_s:  # later, it may have reached no engine
         outcome.end, outcome.reason = "unexplained", "a hostile request was answered"
+    elif request.statuses:
+        outcome.end = "timeout"
     else:
-        took_s = time.monotonic() - outcome.begin_s
         # these APIs have one reason for a limit of tokens and of time
         may_be_late = request.kind in ("responses", "messages") and took_s >= request.timeout_s
         outcome.end = "timeout" if answer.is_late or may_be_late else "answer"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import sqlite3
@@ -21,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from benchmarks.chaos.answers import read_answer
-from benchmarks.chaos.faults import Fault, Meeting, break_at_random, load_adapter
+from benchmarks.chaos.faults import Fault, Meeting, break_at_random, load_adapter, operate
 from benchmarks.chaos.requests import (
     ADAPTERS,
     ChaosRequest,
@@ -32,6 +33,7 @@ from benchmarks.chaos.requests import (
     send,
     texts_begin,
 )
+from benchmarks.chaos.sites import OVERTAKE_S
 from benchmarks.chaos.world import ADMIN, CLIENT_KEYS, NEIGHBOUR, PATIENCE_S, Held, World
 from quickstep.bench.serve import percentile
 from quickstep.engine.records.step_log import SequenceRecord
@@ -48,6 +50,11 @@ _SETTLE_S = 40.0
 _BATCH_S = 60.0
 _MOST_GAP_RATIO = 3.0
 _NEIGHBOUR_TOKENS = 300
+# Between two answers of a model (0062): a turn, a drain and a loading for each of the others.
+_MOST_TURN_S = 2 * (OVERTAKE_S + PATIENCE_S + 4.0)
+
+
+Gap = tuple[float, float]  # begin and end
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -73,9 +80,9 @@ class Run:
         self.broken: list[str] = []
         self.blamed: Counter[str] = Counter()  # broken promises of requests by fault
         self.facts: list[str] = []
-        self.quiet_gaps: list[float] = []
-        self.gaps: list[float] = []
-        self._pool = pool(effort.seed, effort.num_requests)
+        self.quiet_gaps: list[Gap] = []
+        self.gaps: list[Gap] = []
+        self._pool = pool(effort.seed, effort.num_requests, world.site.models)
         self._expected: list[Outcome] = []
         self._lags: list[tuple[float, float]] = []
         self._records: list[SequenceRecord] = []
@@ -95,6 +102,7 @@ class Run:
         seconds = self.effort.seconds
         await self._open_all()
         self.quiet_gaps = await self._load(max(3.0, seconds / 10))
+        await self._unload()
         await self._settled()
         before, before_memory = Held(self.world), self.world.server.memory_bytes()
         self.outcomes.clear()
@@ -115,6 +123,7 @@ class Run:
             await load_adapter(self.world, name)
         health = await self._settled()
         await self._check_again()
+        await self._unload()
         await self._settled()
         await self._nothing_left(before)
         memory = self.world.server.memory_bytes()
@@ -139,10 +148,13 @@ class Run:
     async def _quiet(self) -> list[Outcome]:
         """The answers of the pool on a server that does nothing else."""
         async with self._client(CLIENT_KEYS[0]) as client:
+            # by model: there is no room for all of them
+            by_model = sorted(self._pool, key=lambda request: request.model)
             found = [
                 await send(client, _patient(request), f"quiet-{request.number:05d}")
-                for request in self._pool
+                for request in by_model
             ]
+        found.sort(key=lambda outcome: outcome.request.number)
         for outcome in found:
             if outcome.end != "answer":
                 self.broken.append(f"quiet: {_described(outcome)}")
@@ -162,10 +174,10 @@ class Run:
         async with self._client(CLIENT_KEYS[0]) as client:
             await asyncio.gather(*(send(client, request, self._next_id()) for _ in range(16)))
 
-    async def _load(self, seconds: float, others: Iterable[Awaitable[None]] = ()) -> list[float]:
+    async def _load(self, seconds: float, others: Iterable[Awaitable[None]] = ()) -> list[Gap]:
         """Clients for so long, together with others. Returns the gaps of the neighbour."""
         until_s = time.monotonic() + seconds
-        gaps: list[float] = []
+        gaps: list[Gap] = []
         await asyncio.gather(
             *(self._one_client(number, until_s) for number in range(self.effort.num_clients)),
             self._neighbour(until_s, gaps),
@@ -205,7 +217,7 @@ class Run:
         finally:
             await client.aclose()
 
-    async def _neighbour(self, until_s: float, gaps: list[float]) -> None:
+    async def _neighbour(self, until_s: float, gaps: list[Gap]) -> None:
         """One stream after the other, with a key of its own."""
         body = {
             "prompt": "import os\n",
@@ -228,7 +240,7 @@ class Run:
                             if line.startswith("data: {"):
                                 now = time.monotonic()
                                 if last_s is not None:
-                                    gaps.append(now - last_s)
+                                    gaps.append((last_s, now))
                                 last_s = now
                 except httpx.HTTPError:  # a connection that a fault took
                     await asyncio.sleep(0.1)
@@ -341,6 +353,23 @@ class Run:
             if (now := time.monotonic()) - since_s > _LAG_S:
                 self._lags.append((since_s, now))
 
+    async def _unload(self) -> None:
+        """Of several models, have the first in memory and no other, so that what is held at two
+        times can be compared.
+        """
+        first, *others = self.world.site.models or ("",)
+        for name in others:  # the first leaves, or is one of two
+            await operate(self.world, "/v1/models/load", {"model": name})
+        if others:
+            await operate(self.world, "/v1/models/load", {"model": first})
+            await operate(self.world, "/v1/models/unload", {"model": others[-1]})
+        until_s = time.monotonic() + _SETTLE_S
+        while self.world.site.models and time.monotonic() < until_s:
+            states = self.world.health().get("models")
+            if isinstance(states, dict) and list(states.values()).count("ready") == 1:
+                return
+            await asyncio.sleep(0.1)
+
     # -- at the end -------------------------------------------------------------------------------
 
     async def _settled(self) -> dict[str, Any]:
@@ -350,6 +379,8 @@ class Run:
             while True:
                 health: dict[str, Any] = (await client.get("/health")).json()
                 is_up = all(replica["state"] == "up" for replica in health["replicas"])
+                # of several models, the first is in memory (`_unload`)
+                is_up &= set(health.get("models", {}).values()) <= {"ready", "asleep", "absent"}
                 held = health["num_requests"] or health["num_used_blocks"]
                 if is_up and not held and health["status"] == "ok":
                     return health
@@ -361,7 +392,8 @@ class Run:
     async def _check_again(self) -> None:
         """Every request of the pool, after all faults."""
         async with self._client(CLIENT_KEYS[0]) as client:
-            for request, expected in zip(self._pool, self._expected, strict=True):
+            pairs = zip(self._pool, self._expected, strict=True)
+            for request, expected in sorted(pairs, key=lambda pair: pair[0].model):
                 outcome = await send(client, _patient(request), self._next_id())
                 if outcome.end != "answer" or outcome.answer.content != expected.answer.content:
                     self.broken.append(f"after all faults: {_described(outcome)}")
@@ -378,7 +410,11 @@ class Run:
     def after(self, status: int, left: list[str]) -> None:
         """Judge what was collected, once the server has ended."""
         if status or left:
-            self.broken.append(f"the server's exit status is {status}, processes are left: {left}")
+            self.broken.append(f"the server's exit status is {status}, left: {left}")
+        for line in self.world.log():
+            if "was never retrieved" in line or "Exception in callback" in line:
+                self.broken.append(f"in the log: {line.strip()}")
+        self._check_turns()
         for outcome in self.outcomes:
             if fault := self._fault_of(outcome):
                 names = [meeting.fault.name for meeting in self.meetings_of(outcome)]
@@ -387,6 +423,21 @@ class Run:
                 self.broken.append(f"{fault}: {_described(outcome)}{met}")
         self._compare_ledger()
         self._compare_gaps()
+
+    def _check_turns(self) -> None:
+        """Of several models, each has answered again and again."""
+        for model in self.world.site.models:
+            ends = sorted(
+                outcome.end_s
+                for outcome in self.outcomes
+                if outcome.request.model == model and outcome.end == "answer"
+            )
+            longest_s = max((b - a for a, b in itertools.pairwise(ends)), default=0.0)
+            self.facts.append(
+                f"model {model}: {len(ends)} answers, at most {longest_s:.1f} s apart"
+            )
+            if self.effort.is_timed and (not ends or longest_s > _MOST_TURN_S):
+                self.broken.append(f"the model {model} had no answer for {longest_s:.1f} s")
 
     def meetings_of(self, outcome: Outcome) -> list[Meeting]:
         """The faults that were there, or had just been, while a request ran."""
@@ -434,13 +485,22 @@ class Run:
     def _compare_gaps(self) -> None:
         if not self.quiet_gaps or not self.gaps:
             self.broken.append("the neighbour's streams had no tokens")
-        quiet_s, chaos_s = percentile(self.quiet_gaps, 0.99), percentile(self.gaps, 0.99)
+        cuts = [meeting for meeting in self.meetings if meeting.fault.delays]
+        quiet = [end - begin for begin, end in self.quiet_gaps]
+        gaps = [
+            end - begin
+            for begin, end in self.gaps
+            if not any(cut.begin_s <= end and begin <= cut.end_s + _AFTER_S for cut in cuts)
+        ]
+        quiet_s, chaos_s = percentile(quiet, 0.99), percentile(gaps, 0.99)
         ratio = chaos_s / quiet_s if quiet_s else float("inf")
         self.facts.append(
-            f"gaps of a neighbour's stream, without and with faults: {len(self.quiet_gaps)} and "
-            f"{len(self.gaps)}, p99 {1e3 * quiet_s:.1f} and {1e3 * chaos_s:.1f} ms "
-            f"({ratio:.2f} times), longest {1e3 * max(self.quiet_gaps, default=0):.0f} and "
-            f"{1e3 * max(self.gaps, default=0):.0f} ms"
+            f"gaps of a neighbour's stream, without and with faults: {len(quiet)} and "
+            f"{len(gaps)}, p99 {1e3 * quiet_s:.1f} and {1e3 * chaos_s:.1f} ms "
+            f"({ratio:.2f} times), longest {1e3 * max(quiet, default=0):.0f} and "
+            f"{1e3 * max(gaps, default=0):.0f} ms"
+            + f"; {len(self.gaps) - len(gaps)} while a network was cut"
+            * bool(cuts)
         )
         if self.effort.is_timed and ratio > _MOST_GAP_RATIO:
             self.broken.append(f"the neighbour's p99 gap is {ratio:.2f} times that without faults")

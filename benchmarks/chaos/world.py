@@ -1,19 +1,21 @@
 """The server of the chaos run, and the machine around it, as far as it may be broken.
 
-`World` starts `quickstep serve demo` with two replicas in folders of its own: the ledger, KV blocks
-and files of clients each on a small disk of memory, if this process may mount one, as /dev/shm is.
+`World` starts the server of a site (`sites`) in folders of its own: the ledger, KV blocks and files
+of clients each on a small disk of memory, if this process may mount one, as /dev/shm is.
 Mounts are visible to this process and its children only (`own_mounts`), so that nothing stays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,8 +25,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from benchmarks.chaos.sites import Site
 from benchmarks.pulled_cable import Proxy
-from quickstep.bench.server_process import ServerProcess
+from quickstep.bench.server_process import ServerProcess, with_descendants
 from quickstep.engine.remote.host import EngineAddress
 
 __all__ = ["ADMIN", "NEIGHBOUR", "Held", "World", "own_mounts"]
@@ -68,7 +71,7 @@ class Held:
     """Counts of what a server holds when nothing runs, of which nothing may be left."""
 
     def __init__(self, world: World) -> None:
-        ids = world.server.process_ids()
+        ids = world.process_ids()
         self.opened = _opened(ids[0])
         self.counts = {
             "processes": len(ids),
@@ -83,6 +86,7 @@ class Held:
             "entries of /dev/shm": len(list(Path("/dev/shm").iterdir())),
             "temporary files": sum(1 for _ in (world.folder / "tmp").rglob("*")),
             "files of clients": len(list((world.folder / "files").glob("file-*"))),
+            **world.site.held(),
         }
 
     def __str__(self) -> str:
@@ -127,7 +131,8 @@ def _listed(process_id: int, what: str) -> int:
 class World:
     """The server and its folders. `open`, and `close` at the end."""
 
-    def __init__(self, has_mounts: bool) -> None:
+    def __init__(self, site: Site, has_mounts: bool) -> None:
+        self.site = site
         self.has_mounts = has_mounts
         self.folder = Path(tempfile.mkdtemp(prefix="quickstep-chaos-"))
         self.has_shim = False
@@ -147,7 +152,10 @@ class World:
         keys.write_text(_KEYS)
         keys.chmod(0o600)
         prices.write_text(_PRICES)
-        environment = {"TMPDIR": str(self.folder / "tmp")}
+        environment = {
+            "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         library = build_shim(self.folder)
         if library is not None:
             self.has_shim = True
@@ -158,15 +166,12 @@ class World:
             }
         self.server = ServerProcess(
             [
-                *("demo", "-dp", "2", "--threads", "2", "--num-blocks", "400"),
-                *("--default-timeout-s", f"{PATIENCE_S:g}"),
-                *("--max-num-seqs", "16", "--scheduling-policy", "fair", "--enable-lora"),
-                *("--lora-allowed-dirs", str(_BUNDLED), "--stall-timeout-s", str(STALL_S)),
+                *self.site.open(self.folder, {**os.environ, **environment}),
+                *("--default-timeout-s", f"{PATIENCE_S:g}", "--stall-timeout-s", str(STALL_S)),
                 # what a silent client holds is given back while the run waits for it
                 *("--header-timeout-s", "5", "--upload-timeout-s", "5"),
                 *("--api-key-file", str(keys), "--admin-api-key", "operator=operator-key"),
                 *("--price-book", str(prices), "--usage-db", str(self.ledger)),
-                *("--kv-cache-dir", str(self.folder / "kv"), "--kv-cache-disk-bytes", "16M"),
                 *("--files-dir", str(self.folder / "files")),
                 *("--response-store", str(self.folder / "files" / "responses.db")),
             ],
@@ -207,13 +212,18 @@ class World:
 
     def engine_ids(self) -> list[int]:
         """The processes of engines, the oldest first."""
-        return self.ids_of(b"engine.remote.worker")
+        return sorted([*self.ids_of(b"engine.remote.worker"), *self.site.roots()])
+
+    def process_ids(self) -> list[int]:
+        """The server, then all that descends from it, and the processes of its site."""
+        others = (with_descendants(root) for root in self.site.roots())
+        return [*self.server.process_ids(), *itertools.chain.from_iterable(others)]
 
     def ids_of(self, module: bytes) -> list[int]:
         """The processes of the server that run a module, the oldest first, without those that are
         about to run another one.
         """
-        commands = {child: _command(child) for child in self.server.process_ids()[1:]}
+        commands = {child: _command(child) for child in self.process_ids()[1:]}
         return sorted(
             child
             for child, command in commands.items()
@@ -224,6 +234,11 @@ class World:
         """What `/health` says."""
         found: dict[str, object] = httpx.get(f"{self.server.url}/health", timeout=10).json()
         return found
+
+    def log(self) -> list[str]:
+        """Lines of the server's log and of its site's."""
+        others = sorted(self.folder.glob("host-*.log"))
+        return self.server.log + [line for path in others for line in path.open(errors="replace")]
 
     def close(self) -> tuple[int, list[str]]:
         """End the server. Returns its exit status, and which of its processes are left."""
@@ -236,14 +251,17 @@ class World:
                 child: command for child, command in left.items() if command
             }  # a zombie has none
             if not left or time.monotonic() > until_s:
-                return status, [f"{child} {command.decode()}" for child, command in left.items()]
+                break
             time.sleep(0.05)
+        found = [f"{child} {command.decode()}" for child, command in left.items()]
+        return status, found + self.site.close()
 
     def remove(self) -> None:
         """Remove all folders, and the server if it runs."""
         for child in self.server.process_ids():
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
+        self.site.remove()
         self.cable.__exit__()
         for folder in self._mounted:
             subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)

@@ -675,3 +675,31 @@ def test_the_decisions_of_a_live_router_are_those_of_the_simulators(tmp_path: Pa
     assert (replayed.router, replayed.num_replicas) == ("predicted", 3)
     assert b"def first" not in path.read_bytes()
     assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_slots_are_saved_and_restored_with_one_engine_and_refused_with_several(
+    num_replicas: int, tmp_path: Path
+) -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = request_of(engine, 0)
+        await output(engine, request)
+        tokens = request.prompt_token_ids
+        if num_replicas > 1:
+            for work in (
+                engine.save_slot("talk.bin", "", "", tokens),
+                engine.restore_slot("talk.bin", ""),
+            ):
+                with pytest.raises(RequestError, match="2 replicas with a prefix cache each") as no:
+                    await work
+                assert (no.value.status, no.value.code) == (501, "not_supported")
+            return
+        saved = await engine.save_slot("talk.bin", "", "", tokens)
+        assert tuple(tokens)[: len(saved.token_ids)] == saved.token_ids != ()
+        await engine.reset_prefix_cache()
+        assert await engine.restore_slot("talk.bin", "") == saved
+        await output(engine, replace(request, request_id="again"))
+        record = engine.step_log.sequences[-1]
+        assert record.timings.num_cached_tokens == len(saved.token_ids)
+
+    run(test, num_replicas, slot_save_path=str(tmp_path / "slots"))

@@ -77,10 +77,7 @@ class ServerProcess:
     def process_ids(self) -> list[int]:
         """The process ids of the server and all its descendants."""
         assert self._process is not None
-        children, ids = _children(), [self._process.pid]
-        for process_id in ids:
-            ids += children.get(process_id, ())
-        return ids
+        return with_descendants(self._process.pid)
 
     def stop(self) -> int:
         """Send SIGTERM, after 60 s SIGKILL; return the exit code."""
@@ -108,6 +105,14 @@ def _resident_bytes(process_id: int) -> int:
     except OSError:
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def with_descendants(process_id: int) -> list[int]:
+    """A process, and all that descend from it."""
+    children, ids = _children(), [process_id]
+    for known in ids:
+        ids += children.get(known, ())
+    return ids
 
 
 def _children() -> dict[int, list[int]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from quickstep.cluster.ray_hosts import RAY_COMMAND, Placed, PlaceEngine, PlaceGroup
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.remote.connection import read_messages
 from quickstep.engine.remote.hello import Hello
 from quickstep.engine.remote.host import EngineAddress, EngineHost
@@ -44,7 +45,7 @@ class PlacedEngines:
         self._clock = clock
         self._opening = asyncio.Lock()
         self._launched: Launched | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reading = OwnedTasks(_LOGGER)
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Placed]] = {}
 
@@ -115,7 +116,7 @@ class PlacedEngines:
                         waiting.set_result(ended)
                 self._waiting.clear()
 
-        self._reading = asyncio.create_task(read(), name="ray-hosts")
+        self._reading.start(read(), "ray-hosts")
         self._writer = writer
         return writer
 

@@ -49,6 +49,7 @@ from quickstep.core.router import (
     route_request,
 )
 from quickstep.engine.adapters import LoadedAdapter
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
 from quickstep.engine.remote.streams import LostRequest
@@ -98,7 +99,7 @@ class ReplicaSet:
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
         self._trials: dict[int, str] = {}  # by engine: the request that may have ended others
-        self._watching: set[asyncio.Task[None]] = set()  # those trials
+        self._watching = OwnedTasks(_LOGGER)  # those trials
         self._clock = clock
         self._intake = RequestIntake(open_seeds(seed), self)
         self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
@@ -298,12 +299,31 @@ class ReplicaSet:
     async def save_slot(
         self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
     ) -> SlotPrefix:
-        """Raises RequestError: the engines of one model have different caches."""
-        raise _no_slots()
+        """Write what the only engine has cached of a prefix (`RemoteEngine.save_slot`).
+
+        Raises:
+            RequestError: There are several engines, or as that raises it.
+            EngineError: As that raises it.
+        """
+        return await self._only_engine().save_slot(filename, adapter, cache_salt, token_ids)
 
     async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
-        """Raises RequestError: the engines of one model have different caches."""
-        raise _no_slots()
+        """Read such a file into the prefix cache of the only engine. Raises as `save_slot`."""
+        return await self._only_engine().restore_slot(filename, cache_salt)
+
+    def _only_engine(self) -> RemoteEngine:
+        """Raises RequestError if there are several: each has a prefix cache of its own, and the
+        router learns what is in it from the requests that it sends.
+        """
+        if len(self._engines) > 1:
+            raise RequestError(
+                f"slots are saved and restored with one engine, this model has "
+                f"{len(self._engines)} replicas with a prefix cache each; start it without "
+                "replicas, or with --kv-cache-dir, which needs no slots",
+                status=501,
+                code="not_supported",
+            )
+        return self._engines[0]
 
     async def load_adapter(
         self, name: str, path: str, *, is_from_client: bool = False
@@ -724,9 +744,7 @@ class ReplicaSet:
     def _try(self, number: int, request_id: str) -> None:
         """Let no other suspected request onto an engine before this one has got a token."""
         self._trials[number] = request_id
-        watching = asyncio.create_task(self._watch_trial(number, request_id))
-        self._watching.add(watching)
-        watching.add_done_callback(self._watching.discard)
+        self._watching.start(self._watch_trial(number, request_id))
 
     async def _watch_trial(self, number: int, request_id: str) -> None:
         while self._engines[number].waits_for_token(request_id):
@@ -796,12 +814,4 @@ def merged_stats(
         replicas=replicas if len(stats) > 1 or draining else (),
         num_moves=num_moves[0],
         num_handovers=num_moves[1],
-    )
-
-
-def _no_slots() -> RequestError:
-    return RequestError(
-        "slots are saved and restored with one engine; this model has several",
-        status=501,
-        code="not_supported",
     )

@@ -26,6 +26,7 @@ from quickstep.engine.adapters import (
     mix_name,
     mix_parts,
 )
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.errors import ConfigError, EngineError, RequestError, text_for_clients
 from quickstep.types import Request, SequenceOutput
 
@@ -60,7 +61,7 @@ class AdapterLoader:
         self._deliver = deliver
         self._wake = wake
         self._read_limit_s = read_limit_s
-        self._tasks: set[asyncio.Task[None]] = set()  # loads into compute memory
+        self._tasks = OwnedTasks(_LOGGER)  # loads into compute memory
         self._searches_s: dict[str, float] = {}  # when a beam search last used an adapter
         self._reading: Counter[str] = Counter()  # how many reads of a name are under way
         self._was_read = asyncio.Event()
@@ -190,9 +191,7 @@ class AdapterLoader:
             return
         self._adapters.evict(orders.evictions)
         for adapter_id in orders.loads:
-            task = asyncio.create_task(self._load_into_memory(adapter_id))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._load_into_memory(adapter_id))
 
     async def _load_into_memory(self, adapter_id: str) -> None:
         """Load what the scheduler ordered; if that fails, the requests that wait for it fail."""
@@ -231,8 +230,7 @@ class AdapterLoader:
 
     def close(self) -> None:
         """Wait for no load any more."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
 
 async def _in_thread(work: Callable[[], _Result], limit_s: float, what: str) -> _Result:

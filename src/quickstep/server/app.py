@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from quickstep.core.fallback import check_names
 from quickstep.engine.interface import ServedEngine
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import (
@@ -141,12 +142,12 @@ async def _running_engines(
     ledger = _open_ledger(models.server, options)
     if ledger is not None:
         models.server.fallbacks.follow_answers(partial(record_upstream, ledger))
-    tasks: list[asyncio.Task[None]] = []
+    tasks = OwnedTasks(_LOG)
 
     async def start(model: ServedModel) -> None:
         model.engine.step_log.follow_sequences(_recorder(model, options, ledger))
         await model.engine.start()
-        tasks.append(asyncio.create_task(log_traffic(model.engine, metrics.of(model))))
+        tasks.start(log_traffic(model.engine, metrics.of(model)))
 
     async def opened(model: ServedModel) -> None:
         metrics.add(model)
@@ -156,13 +157,11 @@ async def _running_engines(
         await start(model)
     models.follow(opened)
     if models.residents is not None:
-        tasks.append(asyncio.create_task(models.residents.run(), name="models"))
+        tasks.start(models.residents.run(), "models")
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.end()
         for model in models:
             await model.engine.stop()
         if ledger is not None:

@@ -28,6 +28,7 @@ from uvicorn.config import Config
 from uvicorn.server import Server
 
 from quickstep.engine.interface import ReplicatedEngine, ServedEngine
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError, QuickstepError
 from quickstep.server.app import app_of_models
@@ -110,7 +111,7 @@ class DrainingServer(Server):
         self._models = models
         self._certificates = certificates
         self._reload_wanted = False
-        self._restarting: asyncio.Task[None] | None = None
+        self._restarting = OwnedTasks(_LOG)
         self._drain_s = options.drain_s
         self._options = options
         self._keys = options.api_keys
@@ -138,7 +139,7 @@ class DrainingServer(Server):
         if self._reload_wanted:
             self._reload_wanted = False
             self._reload()
-            self._restarting = asyncio.create_task(self._restart_replicas(), name="restart")
+            self._restarting.start(self._restart_replicas(), "restart")
         if not self.should_exit and self._has_failed():
             _LOG.critical("the engine has failed and is not started again: the server ends")
             self.should_exit = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from quickstep.server.http.errors import ServerBusy
-from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.http.work_lanes import WorkLanes, done_in_thread
 
 LARGE = 4 * 1024 * 1024
 DEADLINE_S = 30.0
@@ -161,3 +162,31 @@ def test_work_to_be_finished_ends_before_its_cancellation_does() -> None:
             return task.cancelled() and ended.is_set()
 
     assert asyncio.run(run())
+
+
+def test_work_that_fails_after_its_cancellations_is_reported_and_they_wait_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+        raise ValueError("a bug")
+
+    async def run() -> bool:
+        async with asyncio.timeout(DEADLINE_S):
+            task = asyncio.ensure_future(done_in_thread(work))
+            await asyncio.to_thread(begun.wait, DEADLINE_S)
+            for _ in range(3):  # a client that leaves, and a server that stops
+                task.cancel()
+                await asyncio.sleep(0)
+                assert not task.done(), "its files are still written"
+            released.set()
+            await asyncio.gather(task, return_exceptions=True)
+            return task.cancelled()
+
+    assert asyncio.run(run())
+    gc.collect()  # nothing is left that no owner has retrieved
+    (record,) = caplog.records
+    assert record.exc_info is not None and "a bug" in str(record.exc_info[1])

@@ -1,6 +1,8 @@
 """`/v1/batches` with the real `openai` client, with the scripted engine."""
 
 import asyncio
+import errno
+import gc
 import json
 import logging
 import threading
@@ -15,7 +17,7 @@ from live_server import live_server, until
 from openai.types import Batch
 
 from quickstep.errors import EngineDied, EngineError, RequestError
-from quickstep.server.batches.file_store import FileStore, StoredFile
+from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
 from quickstep.server.batches.jobs import BatchJobs, BatchRecord
 from quickstep.server.batches.lines import (
     BatchLine,
@@ -366,6 +368,67 @@ def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path
     left = store.path(store.get("ann", listed.error_file_id)).read_text().splitlines()
     assert [json.loads(text)["custom_id"] for text in left] == ["slow", "slower"]
     assert {json.loads(text)["error"]["code"] for text in left} == {"batch_expired"}
+
+
+class FullStore(FileStore):
+    """Of a disk that gets full: what is written is complete, and nothing more can be."""
+
+    is_full = False
+
+    def begin(self, file: StoredFile) -> int:
+        if self.is_full:
+            raise RequestError("the server's disk is full", status=507)
+        return super().begin(file)
+
+
+def full_batch(folder: Path, num_lines: int) -> BatchRecord:
+    """A batch of a client that has no other, on a disk that is full before its first answer."""
+    store = FullStore(FileOptions(folder))
+    writer = store.new("ann", "in", "batch")
+    for number in range(num_lines):
+        writer.write(json.dumps(line(str(number))).encode() + b"\n")
+    request = BatchRequest(
+        input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
+    )
+    store.is_full = True
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
+        return LineResult({"choices": []})
+
+    async def run() -> BatchRecord:
+        options = BatchOptions(concurrency=4, active_per_key=1)
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, options)
+        batch = jobs.create(BatchRecord("ann", request, "fake", store.now(), window_s=60))
+        async with asyncio.timeout(30):
+            while not batch.is_over:
+                await asyncio.sleep(0.01)
+        jobs.create(BatchRecord("ann", request, "fake", store.now(), window_s=60))
+        await jobs.stop()
+        return batch
+
+    return asyncio.run(run())
+
+
+def test_a_batch_on_a_full_disk_fails_and_every_writer_of_it_has_an_owner(tmp_path: Path) -> None:
+    batch = full_batch(tmp_path, num_lines=8)
+    gc.collect()  # the fixture of all tests finds what no owner has retrieved
+    assert batch.status == "failed"
+    assert [error.message for error in batch.errors] == ["the server's disk is full"]
+
+
+def test_a_batch_whose_files_cannot_be_removed_ends_and_gives_its_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(writer: FileWriter) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(FileWriter, "discard", broken)
+    batch = full_batch(tmp_path, num_lines=2)
+    assert batch.status == "failed"
+    assert [error.message for error in batch.errors] == [
+        "the server's disk is full",
+        "OSError, which the log explains",
+    ]
 
 
 def test_a_server_that_stops_ends_its_batches(tmp_path: Path) -> None:

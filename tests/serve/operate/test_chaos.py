@@ -16,14 +16,21 @@ import pytest
 from benchmarks.chaos.answers import read_answer
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.run import overlap_s
+from benchmarks.chaos.sites import SITES
 
 ROOT = Path(__file__).parents[3]
-SECONDS = ("--seconds", "12", "--clients", "5", "--pool", "21", "--every", "0.4", "--seed", "48")
-FEW = ("--only", "killed", "until it is replaced", "hour", "the ledger", "descriptors")
+SECONDS = ("--seconds", "12", "--clients", "5", "--pool", "14", "--every", "0.4", "--seed", "48")
+FEW = {
+    "replicas": ("killed", "until it is replaced", "hour", "the ledger", "descriptors"),
+    "hosts": ("host", "to an engine", "an engine is killed"),
+    "models": ("model", "an engine is killed"),
+}
 
 
-def test_every_promise_is_kept_for_some_seconds() -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos", "--untimed", *SECONDS, *FEW]
+@pytest.mark.parametrize("site", SITES)
+def test_every_promise_is_kept_for_some_seconds(site: str) -> None:
+    few = ("--site", site, "--only", *FEW[site])
+    command = [sys.executable, "-m", "benchmarks.chaos", "--untimed", *SECONDS, *few]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,6 +39,7 @@ def test_every_promise_is_kept_for_some_seconds() -> None:
 
 def test_faults_have_names_of_their_own() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert {site for fault in FAULTS for site in fault.sites} == set(SITES)
 
 
 def test_a_time_that_two_faults_took_counts_once() -> None:

@@ -17,8 +17,11 @@ from remote_run import until
 from starlette.applications import Starlette
 from step_records import QUEUED, step
 
+from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
-from quickstep.server.app import create_app
+from quickstep.server.app import app_of_models, create_app
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.residents import ModelEntry, SeveralModels
 from quickstep.server.operate import debug
 from quickstep.server.options import ServerOptions
 from quickstep.server.usage.api_keys import ApiKeys
@@ -141,6 +144,39 @@ def test_a_reader_that_follows_gets_new_records() -> None:
     asyncio.run(run())
     assert [one.get("step_id") for one in got] == [6, None, 7]
     assert num_readers(engine) == 0
+
+
+def test_a_reader_follows_models_that_are_loaded_after_it_began() -> None:
+    later, got = logged_engine(), []
+
+    async def open_later() -> ServedEngine:
+        return later
+
+    async def run() -> None:
+        engine, options = logged_engine(), ServerOptions()
+        entries = tuple(  # the first one is open already
+            ModelEntry((name,), replace(options, served_model_names=(name,)), open_later)
+            for name in "ab"
+        )
+        models = ModelRegistry.of_several(engine, SeveralModels(entries, 2))
+        app = app_of_models(models, entries[0].options)
+
+        def reads(body: bytes) -> bool:
+            got.extend(lines(body.decode()))
+            return got[-1].get("step_id") != 7
+
+        async with client_of(app) as client:
+            path = "/debug/steps?last_s=0&follow=true"
+            reading = asyncio.create_task(follow(app, path, reads))
+            await until(lambda: num_readers(engine) == 1)
+            body = {"model": "b", "messages": [{"role": "user", "content": "a"}]}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+            later.step_log.add_step(step(7, 7.0, 8.0))
+            await reading
+            assert (num_readers(engine), num_readers(later)) == (0, 0)
+
+    asyncio.run(run())
+    assert got[-1]["step_id"] == 7
 
 
 def test_a_slow_reader_loses_records_and_learns_how_many(

@@ -11,6 +11,7 @@ by which the prefix is found again. So they are for their owner only.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +27,13 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.engine.headed_file import HeadedFormat
 from quickstep.engine.kv_files.directory import identity_of
 from quickstep.engine.kv_files.span_file import checksum_of
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.private_directory import private_directory
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.types import SlotPrefix
 
+_LOGGER = logging.getLogger(__name__)
 _CHECKSUM = struct.Struct("!I")
 _MAX_NAME_BYTES = 200  # of a file's name; the name while it is written is a little longer
 
@@ -88,7 +91,7 @@ class SlotFiles:
         self._blocks = blocks
         self._clock = clock
         self._num_restores = 0
-        self._arriving: set[asyncio.Task[int]] = set()
+        self._arriving = OwnedTasks(_LOGGER)
         self._saving = asyncio.Lock()
         self._changed: Callable[[], None] = lambda: None
         self._unbegun: list[tuple[int, asyncio.Future[None]]] = []
@@ -209,10 +212,7 @@ class SlotFiles:
                 "again later"
             )
         # of its own: the blocks are held until its thread has ended, if the caller leaves
-        arriving = asyncio.create_task(self._arrive(name, order, filename, start))
-        self._arriving.add(arriving)
-        arriving.add_done_callback(self._arriving.discard)
-        num_filled = await asyncio.shield(arriving)
+        num_filled = await self._arriving.finish(self._arrive(name, order, filename, start))
         if num_filled < len(order.block_ids):
             raise EngineError(f"the slot in {filename!r} has changed; a part of it is restored")
         num_bytes = (self._directory / filename).stat().st_size

@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.remote.connection import Connection
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched, launch
 from quickstep.engine.remote.messages import (
@@ -50,7 +51,8 @@ class EngineProcess:
         self._has_opening = has_opening
         self._connection = connection
         self.sender = connection.sender
-        self._sending = asyncio.create_task(self.sender.run(), name="to-engine")
+        self._tasks = OwnedTasks(_LOGGER)
+        self._tasks.start(self.sender.run(), "to-engine")
         self.messages = connection.messages(FROM_ENGINE)
 
     @classmethod
@@ -124,7 +126,7 @@ class EngineProcess:
 
         The process has ended when this returns, even if it was cancelled (repeatedly).
         """
-        self._sending.cancel()
+        self._tasks.cancel()
         self._connection.close()
         reaping = asyncio.ensure_future(asyncio.to_thread(self._reap))
         cancelled = False

@@ -30,6 +30,7 @@ from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.logs import LogSetup
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.child import ProcessLauncher, StandbyProcess
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
@@ -265,6 +266,7 @@ class RemoteEngine:
         )
         self._streams = RemoteStreams(clock, moves=watcher is not None)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
+        self._tasks = OwnedTasks(_LOGGER)
         self._ahead: asyncio.Task[Texts | None] | None = None
         self._model: _LoadedModel | None = None
         self._is_draining = False  # the engine's process
@@ -282,7 +284,7 @@ class RemoteEngine:
         if like is not None:
             self._ahead = like._ahead
         else:
-            self._ahead = asyncio.create_task(
+            self._ahead = self._tasks.start(
                 asyncio.to_thread(Texts.ahead, self._load.model, self._inputs)
             )
         await self._supervisor.open(progress)

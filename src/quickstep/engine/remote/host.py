@@ -22,6 +22,7 @@ from contextlib import suppress
 import msgspec
 from msgspec.structs import replace
 
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.remote.clock_offset import ClockOffset, shifted
 from quickstep.engine.remote.connection import Connection
 from quickstep.engine.remote.hello import Hello, greet
@@ -131,10 +132,9 @@ class EngineHost:
         self._how = f"{connection.peer} closed the connection"
         self.sender = _HostSender(connection, self._offset)
         self.messages = self._received()
-        self._tasks = (
-            asyncio.create_task(connection.sender.run(), name="to-engine"),
-            asyncio.create_task(self._watch(), name="engine-silence"),
-        )
+        self._tasks = OwnedTasks(_LOGGER)
+        self._tasks.start(connection.sender.run(), "to-engine")
+        self._tasks.start(self._watch(), "engine-silence")
 
     @classmethod
     async def connect(
@@ -205,8 +205,7 @@ class EngineHost:
 
     async def end(self) -> str:
         """Close the connection. Returns how it ended."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._connection.abort()
         return self._how
 

@@ -24,6 +24,7 @@ import msgspec
 
 from quickstep.config import EngineConfig
 from quickstep.engine.logs import LogSetup
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.remote.connection import MAX_FRAME_BYTES
 from quickstep.engine.remote.opening import LENGTH, WireMessage, framed
 from quickstep.errors import EngineError, QuickstepError
@@ -116,16 +117,17 @@ async def listen(
     _LOG.info("%s (%s) listens on %s", engine.model_name, engine.fingerprint, address)
     if listens is not None:
         listens(address.port)
-    failing = asyncio.create_task(engine.wait_until_failed())
-    signaled = asyncio.create_task(stopping.acquire())
+    tasks = OwnedTasks(_LOG)
+    failing = tasks.start(engine.wait_until_failed())
+    signaled = tasks.start(stopping.acquire())
     await asyncio.wait((failing, signaled), return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         # a thread may still run a step; servers connect again to the process that follows
         _LOG.critical("the engine failed: %s", engine.stats().failure)
         os._exit(1)
     _LOG.info("no new requests, running ones have %g s; again to end them", drain_s)
-    draining = asyncio.create_task(listener.stop(drain_s))
-    again = asyncio.create_task(stopping.acquire())
+    draining = tasks.start(listener.stop(drain_s))
+    again = tasks.start(stopping.acquire())
     await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
         draining.cancel()

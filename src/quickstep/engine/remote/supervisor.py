@@ -30,6 +30,7 @@ from typing import Protocol
 
 import msgspec
 
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.remote.messages import (
     FromEngine,
     Message,
@@ -271,6 +272,7 @@ class Supervisor:
         self._restart: asyncio.Future[None] | None = None  # resolved when that is over
         self._asleep: asyncio.Future[None] | None = None  # resolved when the process has ended
         self._waking: asyncio.Future[None] | None = None  # resolved when another one is wanted
+        self._tasks = OwnedTasks(_LOGGER)
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -374,7 +376,7 @@ class Supervisor:
     async def end(self) -> None:
         """Stop the process, in order if possible; there is none when this returns. Idempotent."""
         if self._ending is None:
-            self._ending = asyncio.create_task(self._end(), name="engine-end")
+            self._ending = self._tasks.start(self._end(), "engine-end")
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
@@ -425,7 +427,7 @@ class Supervisor:
         self._process = process
         self._watch.begin(self._clock())
         self._stall, self._has_answered = "", False
-        watching = asyncio.create_task(self._watch_stalls(process), name="engine-stalls")
+        watching = self._tasks.start(self._watch_stalls(process), "engine-stalls")
         try:
             async for message in process.messages:
                 self._watch.note(message)

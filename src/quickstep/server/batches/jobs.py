@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from quickstep.core.shares import NoRoom, Shares
-from quickstep.errors import QuickstepError, RequestError
+from quickstep.engine.owned_tasks import OwnedTasks
+from quickstep.errors import QuickstepError, RequestError, text_for_clients
 from quickstep.server.batches.file_store import (
     BATCH,
     BATCH_OUTPUT,
@@ -214,6 +215,7 @@ class BatchJobs:
         self._shares = Shares(options.num_active)  # of batches that have not ended
         self._batches: dict[str, BatchRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owned = OwnedTasks(_LOG)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -236,7 +238,7 @@ class BatchJobs:
             raise
         self._forget_old()
         self._batches[batch.id] = batch
-        task = asyncio.create_task(self._run(job))
+        task = self._owned.start(self._run(job), batch.id)
         self._tasks[batch.id] = task
         task.add_done_callback(lambda _: self._task_ended(job))
         return batch
@@ -415,8 +417,13 @@ class BatchJobs:
         batch = job.batch
         if error is not None:
             batch.errors.append(error)
-        batch.output_file_id = _committed_id(job.output)
-        batch.error_file_id = _committed_id(job.errors)
+        try:
+            batch.output_file_id = _committed_id(job.output)
+            batch.error_file_id = _committed_id(job.errors)
+        except (OSError, QuickstepError) as failure:  # whatever the disk does, the batch ends
+            _LOG.error("the files of %s are not complete: %s", batch.id, failure)
+            batch.errors.append(_error("batch_failed", text_for_clients(failure)))
+            status = "failed"
         batch.enter(status, self._store.now())
         self._shares.give_back(batch.owner)  # now, as a client may know that it is over
         _LOG.info(

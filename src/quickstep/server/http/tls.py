@@ -12,6 +12,7 @@ import logging
 import ssl
 from collections.abc import Callable
 
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.http.connection_limit import ConnectionLimit, address_of
 from quickstep.server.options import TlsOptions
@@ -80,7 +81,7 @@ class TlsHandshake(asyncio.Protocol):
         self._limit_s = limit_s
         self._early: list[bytes] = []  # requests that came with the last part of the handshake
         self._is_lost = False
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = OwnedTasks(_LOG)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the handshake, or cut one connection too many."""
@@ -93,7 +94,7 @@ class TlsHandshake(asyncio.Protocol):
             transport.abort()
             return
         transport.pause_reading()
-        self._task = loop.create_task(self._open(loop, transport, address))
+        self._tasks.start(self._open(loop, transport, address), "TLS handshake")
 
     def data_received(self, data: bytes) -> None:
         """A request before `connection_made` of its protocol."""

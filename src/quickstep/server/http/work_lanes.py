@@ -14,6 +14,7 @@ that has fewer, since work that waits can be refused later, too. What finds no r
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +23,10 @@ from typing import Any, TypeVar
 
 from quickstep.core.owner_turns import OwnerTurns
 from quickstep.core.shares import NoRoom, Shares
+from quickstep.errors import QuickstepError
 from quickstep.server.http.errors import ServerBusy
 
+_LOG = logging.getLogger("quickstep.server")
 _Result = TypeVar("_Result")
 _Work = tuple[Future[Any], Callable[[], Any]]
 # Shorter JSON is parsed on the event loop: a thread hop costs more.
@@ -38,11 +41,18 @@ async def done_in_thread(work: Callable[[], _Result]) -> _Result:
 
 async def _finished(work: Coroutine[Any, Any, _Result]) -> _Result:
     running = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:  # perhaps several times
+            cancelled = error
+    if cancelled is None:
+        return running.result()
+    failure = None if running.cancelled() else running.exception()
+    if failure is not None and not isinstance(failure, QuickstepError):
+        _LOG.error("work failed whose request was cancelled", exc_info=failure)
+    raise cancelled
 
 
 class _Lane:

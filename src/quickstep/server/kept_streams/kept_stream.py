@@ -27,6 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.errors import RequestError
 from quickstep.json_line import json_line
 from quickstep.server.http.body import unless_disconnected
@@ -297,6 +298,7 @@ class KeptStreams:
         self._by_name: dict[StreamName, KeptStream] = {}
         self._by_owner: dict[str, dict[KeptStream, None]] = {}  # in the order of their starts
         self._tasks: dict[KeptStream, asyncio.Task[None]] = {}
+        self._owned = OwnedTasks(_LOG)
         self._expiries: dict[KeptStream, asyncio.TimerHandle] = {}
         self._bytes_of: dict[str, int] = {}  # by owner
         self.num_streams = 0
@@ -352,7 +354,7 @@ class KeptStreams:
         for name in names:
             self._by_name[name] = stream
         self._count(stream, _STREAM_BYTES)
-        self._tasks[stream] = asyncio.create_task(
+        self._tasks[stream] = self._owned.start(
             self._run(stream, run, cancelled or stream.cancellation)
         )
         return stream

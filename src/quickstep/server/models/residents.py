@@ -19,6 +19,7 @@ import msgspec
 from quickstep.core.model_residency import ModelResidency, ModelState
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.engine.interface import ServedEngine, SleepingEngine
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, QuickstepError, RequestError, size_text
 from quickstep.server.models.lora_names import LoRANames
@@ -127,7 +128,7 @@ class ResidentModels:
         self._shares = Shares(several.max_waiting)  # of the queue, by key
         self._overtake_s = options.overtake_s
         self._held: dict[asyncio.Task[object], tuple[str, int]] = {}
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes = OwnedTasks(_LOG)
         self._changed = asyncio.Event()
         self._is_stopping = False
         for entry in several.entries:
@@ -296,9 +297,7 @@ class ResidentModels:
                 except TimeoutError:
                     pass
         finally:
-            for change in self._changes:
-                change.cancel()
-            await asyncio.gather(*self._changes, return_exceptions=True)
+            await self._changes.end()
             self.stop()
 
     def _pause_s(self) -> float | None:
@@ -315,9 +314,7 @@ class ResidentModels:
         self._admit(admitted)
         for step in steps:
             change = self._load(step.model) if step.is_load else self._unload(step.model)
-            task = asyncio.create_task(change, name=f"model-{step.model}")
-            self._changes.add(task)
-            task.add_done_callback(self._changes.discard)
+            self._changes.start(change, f"model-{step.model}")
 
     async def _load(self, name: str) -> None:
         entry = self._entries[name]
@@ -365,7 +362,9 @@ class ResidentModels:
             if not isinstance(engine, SleepingEngine):
                 raise EngineError(f"the engine of {name} cannot sleep")
             await engine.sleep()
-        except QuickstepError as error:
+        except Exception as error:  # the task's top: the model would be unloaded for ever
+            if not isinstance(error, QuickstepError):
+                _LOG.exception("unloading the model %s failed", name)
             _LOG.warning("the model %s stays in memory: %s", name, error)
             await asyncio.sleep(_RETRY_S)
             if engine.stats().state is EngineState.FAILED:

@@ -101,6 +101,15 @@ class Debug:
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
+        self._logs = [model.engine.step_log for model in models]
+        self._followers: set[_RecordQueue] = set()
+        models.follow(self._opened)
+
+    async def _opened(self, model: ServedModel) -> None:
+        """A model is loaded for the first time: readers follow it as well."""
+        self._logs.append(model.engine.step_log)
+        for follower in self._followers:
+            model.engine.step_log.follow(follower)
 
     def routes(self) -> list[ApiRoute]:
         """The routes, all of which need an admin key."""
@@ -131,18 +140,20 @@ class Debug:
         query = decode_values(request.query_params, StepsQuery)
         if not query.last_s >= 0.0:
             raise RequestError(f"last_s is {query.last_s:g}, it must be at least 0", param="last_s")
-        logs, follower = [model.engine.step_log for model in self._models], _RecordQueue()
+        follower = _RecordQueue()
         lines = self._since(query.last_s)
         if query.follow:
-            for log in logs:
+            self._followers.add(follower)
+            for log in self._logs:
                 log.follow(follower)
         else:
             for model in self._models:
                 lines += await _live(model)
 
         async def close() -> None:
-            if query.follow:
-                for log in logs:
+            if follower in self._followers:  # once: a response may be closed twice
+                self._followers.remove(follower)
+                for log in self._logs:
                     log.unfollow(follower)
 
         return EventStream(_frames(lines, follower if query.follow else None), close, NDJSON)

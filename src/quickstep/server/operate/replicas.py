@@ -6,16 +6,17 @@ An answer comes when the change is done. It is completed even if the client leav
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.engine.interface import ReplicatedEngine
+from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.stats import ReplicaChange
 from quickstep.errors import RequestError
 from quickstep.server.fields.decode import decode_values
@@ -23,7 +24,8 @@ from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
 
-_Change = Callable[[int, float], Awaitable[ReplicaChange]]
+_LOG = logging.getLogger("quickstep.server")
+_Change = Callable[[int, float], Coroutine[Any, Any, ReplicaChange]]
 
 
 class DrainQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -37,7 +39,7 @@ class ReplicaRoutes:
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
-        self._changes: set[asyncio.Future[ReplicaChange]] = set()
+        self._changes = OwnedTasks(_LOG)
 
     def routes(self) -> list[ApiRoute]:
         """Drain and restart."""
@@ -82,7 +84,4 @@ class ReplicaRoutes:
             raise RouteNotFound(
                 f"there is no replica {place[:100]!r}", param=None, code="replica_not_found"
             )
-        changing = asyncio.ensure_future(change_of(engine)(int(place), drain_s))
-        self._changes.add(changing)
-        changing.add_done_callback(self._changes.discard)
-        return json_response(await asyncio.shield(changing))
+        return json_response(await self._changes.finish(change_of(engine)(int(place), drain_s)))
