@@ -321,7 +321,10 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
        !qs::takes_sub_scales(form.bits, matrix.k, group_size, form.has_zeros != 0))) {
     return false;
   }
-  if (kind.bits == 0) return form.sample_step >= 1 && (form.group_size != 0 || !form.has_zeros);
+  if (kind.bits == 0) {
+    const bool scales = form.group_size != 0 || !form.has_zeros;
+    return form.bits != 6 && form.sample_step >= 1 && scales;
+  }
   for (int index = 0; index < matrix.num_parts; ++index) {
     const qs_file_rows& part = matrix.parts[index];
     if (qs::row_kind(part.kind)->bits == 0) return false;
@@ -332,13 +335,13 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
   return true;
 }
 
-// Whether minimums are used for all parts. Not if a part has 8 bits about the middle: their products
-// would be those of large numbers, whose rounding is larger too.
+// Whether minimums are used for all parts. Not if a part has 6 or 8 bits about the middle: their
+// products would be those of large numbers, whose rounding is larger too.
 bool has_minimums(const qs_stored_matrix& matrix) {
   bool found = false;
   for (int part = 0; part < matrix.num_parts; ++part) {
     const qs::PartForm own = qs::part_form(matrix.parts[part], matrix.k);
-    if (own.bits == 8 && !own.has_minimums) return false;
+    if (own.bits != 4 && !own.has_minimums) return false;
     found = found || own.has_minimums;
   }
   return found;
@@ -442,6 +445,7 @@ int qs_quantized_load(qs_context* context, const qs_stored_matrix* stored, qs_qu
   const qs::OpenedMatrix opened(context->pool, *stored);
   if (opened.status() != QS_OK) return opened.status();
   const qs_stored_matrix* matrix = &opened.matrix();
+  if (form->has_zeros != 0 && !qs::takes_zeros(form->bits, has_minimums(*matrix))) form->bits = 8;
   int status = QS_OUT_OF_RANGE;
   bool half_scales = true;
   for (int part = 0; part < matrix->num_parts; ++part) {

@@ -1,4 +1,4 @@
-// The exported functions on weights of 4 or 8 bits, and the rows of packed weights.
+// The exported functions on weights of 4, 6 or 8 bits, and the rows of packed weights.
 
 #include <cstring>
 #include <initializer_list>
@@ -27,6 +27,9 @@ bool all_fit_half(const float* values, int64_t count, float less, float times) {
 bool valid(const qs_quantized_weight& weight) {
   if (!qs::valid_quantized_form(weight.bits, weight.n, weight.k, weight.group_size)) return false;
   if (weight.has_minimums != 0 && weight.zeros == nullptr) return false;
+  if (weight.zeros != nullptr && !qs::takes_zeros(weight.bits, weight.has_minimums != 0)) {
+    return false;
+  }
   return weight.sub_scales == nullptr ||
          qs::takes_sub_scales(weight.bits, weight.k, weight.group_size, weight.zeros != nullptr);
 }

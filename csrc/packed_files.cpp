@@ -64,6 +64,7 @@ bool valid(const qs_packed_form& form) {
   if (form.bits == 0) return form.dtype >= QS_F32 && form.dtype <= QS_F16;
   if (!qs::valid_quantized_form(form.bits, form.n, form.k, form.group_size)) return false;
   if (form.has_minimums && !form.has_zeros) return false;
+  if (form.has_zeros && !qs::takes_zeros(form.bits, form.has_minimums != 0)) return false;
   if (form.has_super_scales) {
     return qs::takes_super_scales(form.k, form.group_size) && !form.has_sub_scales &&
            !form.half_scales && form.has_zeros == form.has_minimums;

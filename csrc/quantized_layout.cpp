@@ -18,9 +18,11 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 bool valid_quantized_form(int bits, int64_t n, int64_t k, int64_t group_size) {
   const bool sizes = n >= 1 && k >= 1 && group_size >= 1 && group_size <= kMaxGroup;
-  if ((bits != 4 && bits != 8) || !sizes) return false;
+  if ((bits != 4 && bits != 6 && bits != 8) || !sizes) return false;
   return group_size == k || (group_size % 16 == 0 && k % group_size == 0);
 }
+
+bool takes_zeros(int bits, bool has_minimums) { return bits != 6 || has_minimums; }
 
 bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros) {
   return bits == 4 && !has_zeros && group_size < k && group_size % kPieceInputs == 0;
@@ -52,7 +54,7 @@ PackedQuantized quantized_layout(const QuantizedForm& form) {
   packed.has_sub_scales = packed.scaled_up = form.has_sub_scales;
   packed.group_size = form.group_size;
   if (packed.num_groups == 1) {
-    packed.group_size = round_up(form.k, kStepInputs * (form.bits == 4 ? 2 : 1));
+    packed.group_size = round_up(form.k, packed_inputs(form.bits));
     packed.group_bytes = packed.quant_bytes();
   } else {
     packed.half_scales = form.half_scales && !form.has_super_scales;

@@ -16,8 +16,10 @@ struct QuantizedForm {
   bool has_super_scales;  // in place of half_scales
 };
 
-// 4 or 8 bits; groups of a multiple of 16 inputs that divides k, or of all.
+// 4, 6 or 8 bits; groups of a multiple of 16 inputs that divides k, or of all.
 bool valid_quantized_form(int bits, int64_t n, int64_t k, int64_t group_size);
+// Whether a valid form can have zeros; minimums too are passed as zeros.
+bool takes_zeros(int bits, bool has_minimums);
 // Whether a valid form can have sub-block scales.
 bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros);
 // Whether a valid form can have the scales of super-blocks.

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 24
+#define QS_ABI_VERSION 25
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -44,7 +44,7 @@ enum qs_activation {
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
-typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
+typedef struct qs_quantized qs_quantized;  // packed weights of 4, 6 or 8 bits
 typedef struct qs_lora qs_lora;        // a LoRA adapter
 typedef struct qs_group qs_group;      // the ranks of a model
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
@@ -75,7 +75,7 @@ QS_API int qs_linear_run(qs_context* context, const qs_linear* linear, const voi
 QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const int64_t* ids,
                           int64_t num_tokens, void* out);
 
-// Weights of 4 or 8 bits: (quant - zero) * scale, quants (quantized values) [n, k] of a byte each,
+// Weights of 4, 6 or 8 bits: (quant - zero) * scale, quants (quantized values) [n, k] of a byte each,
 // scales and zeros [n, k / group_size] float32. With minimums in place of zeros:
 // quant * scale + minimum.
 typedef struct qs_quantized_weight {
@@ -85,7 +85,7 @@ typedef struct qs_quantized_weight {
   int64_t group_size;   // a multiple of 16, or k
   const void* quants;
   const float* scales;
-  const float* zeros;   // null: 2^(bits - 1)
+  const float* zeros;   // null: 2^(bits - 1); 6 bits have none, but minimums
   const float* bias;    // [n], or null
   const int8_t* sub_scales;  // [n, k / 16], odd, -15 to 15; null: all 1. Of 4 bits without zeros,
                               // in groups of a multiple of 32 and not of all inputs
@@ -198,7 +198,7 @@ typedef struct qs_stored_matrix {
 
 // The quants to be made of a stored matrix, as for qs_quantize; kinds of quants have these already.
 typedef struct qs_quantized_form {
-  int32_t bits;
+  int32_t bits;             // 4, 6 or 8; 6 become 8 where parts have zeros
   int16_t has_zeros;
   int16_t has_sub_scales;  // as for qs_quantize; of no kind of quants
   int64_t group_size;       // 0 for one scale per row
@@ -216,7 +216,7 @@ QS_API int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix
 
 // A packed weight as a file has it, which decides the bytes of its parts.
 typedef struct qs_packed_form {
-  int32_t bits;   // 4 or 8; 0 for one of `dtype`
+  int32_t bits;   // 4, 6 or 8; 0 for one of `dtype`
   int32_t dtype;  // of 0 bits
   int64_t n, k;
   int64_t group_size;  // of quants; k for one scale per output

@@ -26,18 +26,18 @@ constexpr RowKind kKinds[] = {
     {4, kSmall, false, kSmall, 18, false},  // Q4_0
     {8, kSmall, false, kSmall, 34, false},  // Q8_0
     {4, 32, true, kSuper, 144, true, true, true},    // Q4_K
-    {8, 32, true, kSuper, 176, true, true, true},    // Q5_K
-    {8, 16, false, kSuper, 210, true, false, true},  // Q6_K
+    {6, 32, true, kSuper, 176, true, true, true},    // Q5_K
+    {6, 16, false, kSuper, 210, true, false, true},  // Q6_K
     {4, kSmall, true, kSmall, 20, false, true},  // Q4_1
-    {8, kSmall, false, kSmall, 22, false},  // Q5_0
-    {8, kSmall, true, kSmall, 24, false, true},  // Q5_1
+    {6, kSmall, false, kSmall, 22, false},  // Q5_0
+    {6, kSmall, true, kSmall, 24, false, true},  // Q5_1
     {4, 16, true, kSuper, 84, true, true, true},     // Q2_K
     {4, 16, false, kSuper, 110, true, false, true},  // Q3_K
     {8, kSmall, false, kSmall, 18, false},  // IQ4_NL
     {8, kSmall, false, kSuper, 136, true, false, true},  // IQ4_XS
     {4, kSuper, false, kSuper, 54, false},  // TQ1_0
     {4, kSuper, false, kSuper, 66, false},  // TQ2_0
-    {8, kSmall, false, kSmall, 17, true},   // MXFP4
+    {6, kSmall, false, kSmall, 17, true},   // MXFP4
     {4, 32, true, kSuper, 50, true},        // IQ1_S
     {4, 16, true, kSuper, 56, true},        // IQ1_M
     {8, 32, false, kSuper, 66, true},       // IQ2_XXS
@@ -45,7 +45,7 @@ constexpr RowKind kKinds[] = {
     {8, 16, false, kSuper, 82, true},       // IQ2_S
     {8, 32, false, kSuper, 98, true},       // IQ3_XXS
     {4, 32, true, kSuper, 110, true},       // IQ3_S
-    {8, 16, false, 64, 36, false},          // NVFP4
+    {6, 16, false, 64, 36, false},          // NVFP4
 };
 constexpr int kNumKinds = sizeof(kKinds) / sizeof(kKinds[0]);
 
@@ -92,7 +92,7 @@ void fifth_bits(const uint8_t* octets, int offset, uint8_t* quants) {
 
 void q5_0(const uint8_t* block, const QuantRow& out) {
   nibbles(block + 6, 16, out.quants);
-  fifth_bits(block + 2, 128 - 16, out.quants);
+  fifth_bits(block + 2, 32 - 16, out.quants);
   out.scales[0] = half_at(block);
 }
 
@@ -204,8 +204,7 @@ void q6_k(const uint8_t* block, const QuantRow& out) {
     for (int i = 0; i < 64; ++i) quants[64 + i] = low[i] >> 4;
     for (int run = 0; run < 4; ++run) {
       for (int i = 0; i < 32; ++i) {
-        const int quant = quants[32 * run + i] | (high[i] >> (2 * run) & 3) << 4;
-        quants[32 * run + i] = static_cast<uint8_t>(quant + (128 - 32));
+        quants[32 * run + i] |= (high[i] >> (2 * run) & 3) << 4;
       }
     }
   }
@@ -232,19 +231,20 @@ constexpr int kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                 1,    13,   25,  38,  53,  69,  89,  113};
 constexpr int kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-void looked_up(const uint8_t* octets, const int* values, uint8_t* quants, int count = 16) {
+void looked_up(const uint8_t* octets, const int* values, int middle, uint8_t* quants,
+               int count = 16) {
   nibbles(octets, count, quants);
-  for (int i = 0; i < 2 * count; ++i) quants[i] = static_cast<uint8_t>(values[quants[i]] + 128);
+  for (int i = 0; i < 2 * count; ++i) quants[i] = static_cast<uint8_t>(values[quants[i]] + middle);
 }
 
 void iq4_nl(const uint8_t* block, const QuantRow& out) {
   out.scales[0] = half_at(block);
-  looked_up(block + 2, kIq4Values, out.quants);
+  looked_up(block + 2, kIq4Values, 128, out.quants);
 }
 
 void iq4_xs(const uint8_t* block, const QuantRow& out) {
   for (int group = 0; group < 8; ++group) {
-    looked_up(block + 8 + 16 * group, kIq4Values, out.quants + kSmall * group);
+    looked_up(block + 8 + 16 * group, kIq4Values, 128, out.quants + kSmall * group);
   }
 }
 
@@ -253,7 +253,7 @@ void mxfp4(const uint8_t* block, const QuantRow& out) {
   const uint32_t exponent = block[0];
   const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23;
   memcpy(out.scales, &bits, sizeof(bits));
-  looked_up(block + 1, kMxfp4Values, out.quants);
+  looked_up(block + 1, kMxfp4Values, 32, out.quants);
 }
 
 // A number in e4m3 without its sign, halved because the values are doubled; of both ends 0.
@@ -267,7 +267,7 @@ float half_of_e4m3(int octet) {
 void nvfp4(const uint8_t* block, const QuantRow& out) {
   for (int group = 0; group < 4; ++group) {
     out.scales[group] = half_of_e4m3(block[group]);
-    looked_up(block + 4 + 8 * group, kMxfp4Values, out.quants + 16 * group, 8);
+    looked_up(block + 4 + 8 * group, kMxfp4Values, 32, out.quants + 16 * group, 8);
   }
 }
 

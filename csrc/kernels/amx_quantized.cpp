@@ -3,7 +3,7 @@
 //   up to 16 rows   1 tile of activations x 4 of quants: the 64 outputs of a panel
 //   17 and more     2 x 2, so that 4 products take 4 loads: 32 rows x half of a panel's outputs
 //
-// Tiles of quants ([16][16][4] of a step's [16][64][4]) are read in place; those of 4 bits are
+// Tiles of quants ([16][16][4] of a step's [16][64][4]) are read in place; those of 4 and 6 bits are
 // unpacked first, once for all rows of an item. Activations are quantized into tiles:
 //
 //   quants    16 rows  [stride / 64][R][64]
@@ -233,9 +233,12 @@ Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t
     block.quants = unpacked;
     block.group_stride = form.group_bytes;
     block.scales = unpacked + form.quant_bytes();
-  } else if (packed.bits == 4) {
+  } else if (packed.bits != 8) {
     for (int64_t group = 0; group < block.num_groups; ++group) {
-      unpack_quants(block.quants_of(group), block.num_inputs, unpacked + group * bytes);
+      const uint8_t* from = block.quants_of(group);
+      uint8_t* to = unpacked + group * bytes;
+      if (packed.bits == 4) unpack_quants(from, block.num_inputs, to);
+      if (packed.bits == 6) unpack_quants_6<0>(from, block.num_inputs, to);
     }
     block.quants = unpacked;
     block.group_stride = bytes;
@@ -278,11 +281,11 @@ struct GroupSums {
   alignas(64) float part[Shape<RowTiles>::kPasses][kSums];
 };
 
-// One group, as defined in `quantized_tile.h`. 8 bits: c = fma((dot - zero * sum) * x_scale, scale,
-// c); of 4 bits the same without x_scale: part = fma(dot - zero * sum, scale, part), and after the
-// last group that shares x_scale c = fma(part, x_scale, c). Minimums are added there as well.
-template <int Bits, int Vectors, typename Scale, Offset Kind>
-void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales,
+// One group, as defined in `quantized_tile.h`. 6 or 8 bits: c = fma((dot - zero * sum) * x_scale,
+// scale, c); of 4 bits the same without x_scale: part = fma(dot - zero * sum, scale, part), and after
+// the last group that shares x_scale c = fma(part, x_scale, c). Minimums are added there as well.
+template <bool Shares, int Vectors, typename Scale, Offset Kind>
+void add_group(int bits, const int32_t* factors, int64_t num_rows, const Scale* scales,
                const f16* super_scales, const int32_t* dots, float* part, bool first, bool last,
                float* c) {
   vf scale[Vectors], zero[Vectors];
@@ -297,14 +300,14 @@ void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales,
     const vf x_scale = set1(bit_cast<float>(factors[row]));
     const int32_t correction = factors[num_rows + row];
     const vi start = set1i(Kind == kMinimums ? 0 : correction);  // tiles multiply quants from 0 on
-    const vf negative = negative_sum<Bits>(correction);
+    const vf negative = negative_sum(bits, correction);
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
       vi sum;
       memcpy(&sum, dots + v * W, sizeof(sum));
       vf dot = __builtin_convertvector(sum + start, vf);
       if (Kind == kZeros) dot = fma(zero[v], negative, dot);
-      if constexpr (Bits == 8) {
+      if constexpr (!Shares) {
         vf total = fma(dot * x_scale, scale[v], load(c + v * W));
         if (Kind == kMinimums) total = fma(zero[v], -negative * x_scale, total);
         store(c + v * W, total);
@@ -325,7 +328,7 @@ void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales,
 }
 
 // Sums number `done` of a block: those of its groups in order, of each the outputs of every pass.
-template <int Bits, int RowTiles, typename Scale, Offset Kind>
+template <bool Shares, int RowTiles, typename Scale, Offset Kind>
 void scale_sums(const QuantizedLinearArgs& args, const Block& block, Range rows, int64_t done,
                 GroupSums<RowTiles>& sums, float* c) {
   using S = Shape<RowTiles>;
@@ -340,14 +343,15 @@ void scale_sums(const QuantizedLinearArgs& args, const Block& block, Range rows,
     const int64_t num_rows = min_of(kTileRows, rows.size() - begin);
     const int32_t* factors =
         args.rows.factors + 2 * ((rows.begin + begin) * packed.num_groups + group * num_rows);
-    add_group<Bits, S::kVectors, Scale, Kind>(
-        factors, num_rows, scales + pass * S::kOutputs, super_scales + pass * S::kOutputs,
+    add_group<Shares, S::kVectors, Scale, Kind>(
+        packed.bits, factors, num_rows, scales + pass * S::kOutputs,
+        super_scales + pass * S::kOutputs,
         sums.dots[done % 2] + begin * S::kOutputs, sums.part[pass] + begin * S::kOutputs, first,
         last, c + begin * kQuantizedPanel + pass * S::kOutputs);
   }
 }
 
-template <int Bits, int RowTiles, typename Scale, Offset Kind>
+template <bool Shares, int RowTiles, typename Scale, Offset Kind>
 void run_groups(const QuantizedLinearArgs& args, const Block& block, int64_t step_inputs,
                 Range rows, float* c) {
   using S = Shape<RowTiles>;
@@ -366,10 +370,10 @@ void run_groups(const QuantizedLinearArgs& args, const Block& block, int64_t ste
       bring(fetch);
       add_step<RowTiles>(x.first, x.second, quants + k * kQuantizedPanel);
     }
-    if (i > 0) scale_sums<Bits, RowTiles, Scale, Kind>(args, block, rows, i - 1, sums, c);
+    if (i > 0) scale_sums<Shares, RowTiles, Scale, Kind>(args, block, rows, i - 1, sums, c);
     store_sums<RowTiles>(sums.dots[i % 2], S::kSumBytes);
   }
-  scale_sums<Bits, RowTiles, Scale, Kind>(args, block, rows, num_sums - 1, sums, c);
+  scale_sums<Shares, RowTiles, Scale, Kind>(args, block, rows, num_sums - 1, sums, c);
 }
 
 template <Offset Kind>
@@ -377,7 +381,7 @@ struct OffsetKind {
   static constexpr Offset value = Kind;
 };
 
-template <int Bits, int RowTiles>
+template <bool Shares, int RowTiles>
 void run_tile(const Problem& problem, const Block& block, Range rows, int32_t* c) {
   const QuantizedLinearArgs& args = *problem.args;
   const PackedQuantized& packed = *args.packed;
@@ -388,7 +392,7 @@ void run_tile(const Problem& problem, const Block& block, Range rows, int32_t* c
     return;
   }
   const auto run = [&](auto scale, auto offset) {
-    run_groups<Bits, RowTiles, decltype(scale), decltype(offset)::value>(
+    run_groups<Shares, RowTiles, decltype(scale), decltype(offset)::value>(
         args, block, problem.step_inputs, rows, reinterpret_cast<float*>(c));
   };
   const auto run_scales = [&](auto offset) {
@@ -437,7 +441,7 @@ const uint8_t* following(const Problem& problem, Range panels, int64_t panel, in
 
 // The outputs of some panels for some tiles of rows; `out` is the first of them, and `out_stride`
 // from a row to the next.
-template <int Bits, typename T>
+template <bool Shares, typename T>
 void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64_t out_stride) {
   const QuantizedLinearArgs& args = *problem.args;
   alignas(64) int32_t c[kItemPanels * kPanelSums];  // or float
@@ -459,8 +463,8 @@ void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64
                   (tile - tiles.begin) * kMostRows * kQuantizedPanel;
         }
         configured.set(rows.size(), problem.step_inputs);
-        rows.size() > kTileRows ? run_tile<Bits, 2>(problem, block, rows, sums)
-                                : run_tile<Bits, 1>(problem, block, rows, sums);
+        rows.size() > kTileRows ? run_tile<Shares, 2>(problem, block, rows, sums)
+                                : run_tile<Shares, 1>(problem, block, rows, sums);
         if (index + 1 < problem.num_blocks) continue;
         const int64_t row = (tile - tiles.begin) * kMostRows;
         emit(args, rows, panel, sums,
@@ -569,8 +573,8 @@ Problem problem_of(const QuantizedLinearArgs& args, const PackedQuantized& store
 
 template <typename T>
 void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64_t out_stride) {
-  problem.args->packed->bits == 4 ? run_panels<4>(problem, panels, tiles, out, out_stride)
-                                  : run_panels<8>(problem, panels, tiles, out, out_stride);
+  problem.args->packed->bits == 4 ? run_panels<true>(problem, panels, tiles, out, out_stride)
+                                  : run_panels<false>(problem, panels, tiles, out, out_stride);
 }
 
 }  // namespace

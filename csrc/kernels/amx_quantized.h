@@ -13,6 +13,10 @@ namespace qs::QS_LEVEL {
 constexpr int64_t kLeastTileRows = 20;
 constexpr int64_t kLeastPartTileRows = 32;
 
+// Groups of fewer inputs are left to the other kernel, however many rows there are: three quarters of
+// a tile would be empty.
+constexpr int64_t kLeastTileGroup = 32;
+
 // Inputs of a block: their quants in a panel, a byte each, are 64 KiB.
 constexpr int64_t kTileBlockInputs = 1024;
 
@@ -21,6 +25,7 @@ inline bool runs_on_tiles(const QuantizedLinearArgs& args) {
   const PackedQuantized& packed = *args.packed;
   const bool grouped = packed.num_groups > 1;
   if (grouped && packed.group_size > kTileBlockInputs) return false;
+  if (grouped && packed.group_size < kLeastTileGroup) return false;
   const bool parts = grouped && packed.group_size % 64 != 0;
   return args.num_tokens >= (parts ? kLeastPartTileRows : kLeastTileRows);
 }

@@ -1,10 +1,15 @@
-// Weights of 4 or 8 bits as the low-bit kernels read them. Quants are their quantized values.
+// Weights of 4, 6 or 8 bits as the low-bit kernels read them. Quants are their quantized values.
 //
 // Outputs go in panels of 64, a panel's inputs in steps of 4: the inputs of one integer dot
 // product.
 //
 //   8 bits   step   [64][4] quants, 256 bytes
 //   4 bits   pair   [64][4] bytes, the first step's quants below, the next one's above; 256 bytes
+//   6 bits   four   3 x [64][4] bytes: the quants of a step in the lower 6 bits of each, and those of
+//                   a fourth step in the upper 2 bits of all three, its lowest bits first; 768 bytes
+//
+// Four steps of 6 bits take one operation each for three of them, and six for the fourth: fewer than
+// a plane of 4 bits and one of 2. Weights of 6 bits have no zeros; quants of 5 bits are held so too.
 //
 // A panel is one stream of memory. With one scale per output, scales and zeros are separate; with
 // groups they follow the quants of their group, so that they are read with them:
@@ -48,8 +53,19 @@ constexpr int kLargestSubScale = 15;
 constexpr float kSubScaleUnit = 16.0f;
 constexpr int64_t kSuperInputs = 256;
 
+// Inputs whose quants are in the same bytes, and those bytes in a panel.
+constexpr int64_t packed_inputs(int bits) {
+  return bits == 4 ? 2 * kStepInputs : bits == 6 ? 4 * kStepInputs : kStepInputs;
+}
+constexpr int64_t packed_bytes(int bits) {
+  return packed_inputs(bits) * kQuantizedPanel * bits / 8;
+}
+
 // From so many tiles of rows on the scales of groups are multiplied once for all of them.
 constexpr int64_t kUnpackedTiles = 4;
+
+// What an 8-bit quant is more than the same one of 6 bits: the difference of their middles.
+constexpr int kMiddleOf6To8 = 128 - 32;
 
 // From so many rows on quants with sub-block scales are unpacked once for all rows.
 constexpr int64_t kUnpackedRows = 13;
@@ -97,18 +113,19 @@ struct PackedQuantized {
 
   // Groups in a row that share a scale of activations: of 4 bits up to 128 inputs, else one.
   int64_t shared_groups() const {
-    if (bits == 8 || has_sub_scales) return 1;
+    if (bits != 4 || has_sub_scales) return 1;
     int64_t shared = 1;
     while (2 * shared * group_size <= kSharedInputs && num_groups % (2 * shared) == 0) shared *= 2;
     return shared;
   }
 };
 
-// The layout of a weight once its scales are multiplied: those of sub-blocks with quants, to 8 bits;
-// those of super-blocks with the scales and minimums of groups, to f32. Without memory.
+// The layout of a weight once its quants have a byte each where they had 6 bits, and its scales are
+// multiplied: those of sub-blocks with quants, to 8 bits; those of super-blocks with the scales and
+// minimums of groups, to f32. Without memory.
 inline PackedQuantized unpacked_form(const PackedQuantized& packed) {
   PackedQuantized unpacked = packed;
-  if (packed.has_sub_scales) unpacked.bits = 8;
+  if (packed.has_sub_scales || packed.bits == 6) unpacked.bits = 8;
   unpacked.has_sub_scales = false;
   unpacked.super_bytes = 0;
   unpacked.weights = nullptr;

@@ -24,6 +24,27 @@ QS_INLINE vquants step_quants(vquants v) {
   return bit_cast<vquants>((Half == 0 ? words : words >> 4) & 0x0f0f0f0fu);
 }
 
+// One of the steps of 6 bits whose quants of W outputs are at `p`, `kStepBytes` from one to the next.
+template <int Step>
+QS_INLINE vquants step_of_four(const uint8_t* p) {
+  if constexpr (Step < 3) {
+    return bit_cast<vquants>(bit_cast<vu>(load_quants(p + Step * kStepBytes)) & 0x3f3f3f3fu);
+  } else {
+    const vu low = bit_cast<vu>(load_quants(p)) >> 6;
+    const vu middle = bit_cast<vu>(load_quants(p + kStepBytes)) >> 4;
+    const vu high = bit_cast<vu>(load_quants(p + 2 * kStepBytes)) >> 2;
+    return bit_cast<vquants>((low & 0x03030303u) | (middle & 0x0c0c0c0cu) | (high & 0x30303030u));
+  }
+}
+
+// Whether products of 8 bits take an operation more than those of fewer, which unpacking 6 bits for
+// many rows does not make up for.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool kFewerBitsAreFaster = true;
+#else
+constexpr bool kFewerBitsAreFaster = false;
+#endif
+
 // sum += quants x activations, 4 inputs a lane. With `kOffset` the quants are not shifted,
 // so that 2^(bits - 1) times the activations' sum must be subtracted; otherwise the product is of
 // quants less 2^(bits - 1) already.
@@ -48,13 +69,13 @@ struct Dot {
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
-// Both sides are signed: quants of 8 bits count less 128, those of 4 bits fit as they are.
+// Both sides are signed: quants of 8 bits count less 128, those of fewer bits fit as they are.
 template <int Bits>
 struct Dot {
   using Quants = int8x16_t;
-  static constexpr bool kOffset = Bits == 4;
+  static constexpr bool kOffset = Bits != 8;
   static QS_INLINE Quants quants(vquants v) {
-    return bit_cast<int8x16_t>(Bits == 4 ? v : v ^ 0x80);
+    return bit_cast<int8x16_t>(Bits != 8 ? v : v ^ 0x80);
   }
   static QS_INLINE void add(vi& sum, Quants w, vi x) {
     sum = vdotq_s32(sum, w, bit_cast<int8x16_t>(x));
@@ -79,12 +100,9 @@ QS_INLINE __m256i with_sign_of(__m256i x, __m256i w) { return _mm256_sign_epi8(x
 using vbytes = __m256i;
 #endif
 
+// 2 x 63 x 127 fits the 16 bits in which vpmaddubsw saturates.
 template <int Bits>
-struct Dot;
-
-// 2 x 15 x 127 fits the 16 bits in which vpmaddubsw saturates.
-template <>
-struct Dot<4> {
+struct Dot {
   using Quants = vbytes;
   static constexpr bool kOffset = true;
   static QS_INLINE Quants quants(vquants v) { return bit_cast<vbytes>(v); }
@@ -176,9 +194,8 @@ QS_INLINE int32_t minimum_start(int32_t correction) {
 }
 
 // The quants' sum of activations out of its correction, negative; exact.
-template <int Bits>
-QS_INLINE vf negative_sum(int32_t correction) {
-  return __builtin_convertvector(set1i(correction), vf) * set1(1.0f / (1 << (Bits - 1)));
+QS_INLINE vf negative_sum(int bits, int32_t correction) {
+  return __builtin_convertvector(set1i(correction), vf) * set1(1.0f / (1 << (bits - 1)));
 }
 
 }  // namespace qs::QS_LEVEL

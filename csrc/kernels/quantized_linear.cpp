@@ -1,11 +1,12 @@
-// y = x W^T + b over weights of 4 or 8 bits, in integers.
+// y = x W^T + b over weights of 4, 6 or 8 bits, in integers.
 //
 // First the activations: per token, and per group where the weight has groups, scale = largest
 // magnitude / 127, quants rounded half to even. Then tiles as in linear.cpp: sums within a group
 // are integers, exact in any order; groups are added in ascending order. So a row's bits are its
 // own. A weight with sub-block scales is one of 8 bits to all of this: a block of a panel is
 // unpacked for the tiles of a chunk. Few rows have tiles of their own (quantized_direct.h). In the
-// same way scales of super-blocks are multiplied once for several tiles, and in registers for few.
+// same way scales of super-blocks are multiplied, and 6 bits become 8, once for several tiles, and in
+// registers for few. Where products of fewer bits are faster, 6 bits stay what they are.
 //
 //   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as needed)
 //     for each block of inputs         quants of a panel: <= 128 KiB, stay in L2 over the tiles
@@ -130,6 +131,8 @@ QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t til
   const int64_t super_part = packed.super_bytes * packed.group_size / kSuperInputs;
   args.fetch_scales = (packed.group_bytes + super_part - packed.quant_bytes()) / shares;
   args.fetch_stride = kStepBytes / shares;
+  // unpacked quants of 6 bits have more steps of 256 bytes
+  if (packed.bits == 6 && problem.unpacks) args.fetch_stride = args.fetch_stride * 6 / 8;
   if (!packed.has_sub_scales) return;
   if (problem.direct) {
     args.fetch_stride = kPieceBytes;
@@ -161,7 +164,7 @@ void unpack_block(const Problem& problem, const Sweep& sweep, int64_t num_groups
     if (stored.has_sub_scales) {
       unpack_group(stored, from + stored.group_offset(group), to);
     } else {
-      unpack_scales(stored, from, group, to);
+      widen_group(stored, from, group, to);
     }
     to += problem.args->packed->group_bytes;
   }
@@ -300,7 +303,9 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
   problem.unpacks = stored.has_sub_scales && !problem.direct;
-  if (stored.super_bytes != 0 && problem.num_tiles >= kUnpackedTiles) {
+  const bool unpackable = stored.bits == 6 ? !kFewerBitsAreFaster && stored.num_groups > 1
+                                           : stored.super_bytes != 0;
+  if (unpackable && problem.num_tiles >= kUnpackedTiles) {
     packed = unpacked_form(stored);
     problem.unpacks = true;
   }
@@ -314,7 +319,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
                                          : max_quantized_panels(rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
   // A copy of a block is written and read once more than the block itself: a short one stays near.
-  const bool copies = problem.unpacks && stored.super_bytes != 0;
+  const bool copies = problem.unpacks && !stored.has_sub_scales;
   const int64_t inputs = copies ? kAheadInputs : block_inputs(packed, problem.num_tiles);
   set_blocks(packed, inputs, problem);
   // A multiple of the thread count, so that equal threads end together.

@@ -34,10 +34,11 @@ template <typename T>
 QS_INLINE void emit_single(const PackedQuantized& packed, float scale, int32_t correction,
                            const int32_t* c, Range outputs, T* out) {
   const int64_t first = outputs.begin, n = outputs.size();
-  const bool offset = packed.bits == 4 ? Dot<4>::kOffset : Dot<8>::kOffset;
-  const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
+  static_assert(Dot<4>::kOffset == Dot<6>::kOffset);
+  const bool offset = packed.bits == 8 ? Dot<8>::kOffset : Dot<4>::kOffset;
+  const vf negative = negative_sum(packed.bits, correction);
   const int32_t from_zero =
-      packed.bits == 4 ? minimum_start<4>(correction) : minimum_start<8>(correction);
+      packed.bits == 8 ? minimum_start<8>(correction) : minimum_start<4>(correction);
   const vi start = set1i(packed.has_minimums ? from_zero : offset ? correction : 0);
   const vf x_scale = set1(scale);
   for (int64_t i = 0; i < n; i += W) {

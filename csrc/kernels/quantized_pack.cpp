@@ -7,7 +7,8 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-// The place of input k of an output in its panel: the byte, without the output's own offset.
+// The place of input k of an output in its panel: the byte, without the output's own offset. Of 6 bits
+// that of the first step with which it shares bytes.
 QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
   const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
   int64_t within = k - group * packed.group_size;
@@ -16,8 +17,10 @@ QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
     pieces = within / kPieceInputs * kPieceBytes + kQuantizedPanel;
     within %= kPieceInputs;
   }
+  const int64_t start = packed.group_offset(group) + pieces + within % kStepInputs;
+  if (packed.bits == 6) return start + (within >> 4) * packed_bytes(6);
   const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
-  return packed.group_offset(group) + pieces + step * kStepBytes + within % kStepInputs;
+  return start + step * kStepBytes;
 }
 
 QS_INLINE uint8_t* panel_of(const PackedQuantized& packed, int64_t output) {
@@ -66,6 +69,13 @@ QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
     for (int i = 0; i < 4; ++i) memcpy(out + i * kStepBytes, &steps[i], sizeof(steps[i]));
     return;
   }
+  if (bits == 6) {
+    for (int i = 0; i < 3; ++i) {
+      const uint32_t held = steps[i] | (steps[3] >> 2 * i & 0x03030303u) << 6;
+      memcpy(out + i * kStepBytes, &held, sizeof(held));
+    }
+    return;
+  }
   for (int i = 0; i < 2; ++i) {
     const uint32_t pair = steps[2 * i] | steps[2 * i + 1] << 4;
     memcpy(out + i * kStepBytes, &pair, sizeof(pair));
@@ -86,9 +96,13 @@ QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs
   if (k == inputs.end) return;
   uint8_t rest[kSegment] = {};
   memcpy(rest, quants + k, inputs.end - k);
+  if (packed.bits == 6) {  // there are bytes for a multiple of 16 inputs
+    pack_segment(rest, packed.bits, column + *offsets);
+    return;
+  }
   uint8_t packed_rest[kSegment / kStepInputs * kStepBytes];
   pack_segment(rest, packed.bits, packed_rest);
-  const int64_t inputs_per_step = kStepInputs * (packed.bits == 4 ? 2 : 1);
+  const int64_t inputs_per_step = packed_inputs(packed.bits);
   for (int64_t i = 0; k + i < inputs.end; i += inputs_per_step) {
     memcpy(column + quant_offset(packed, k + i), packed_rest + i / inputs_per_step * kStepBytes,
            kStepInputs);
@@ -204,6 +218,16 @@ QS_INLINE float sub_scale_of(const PackedQuantized& packed, int64_t output, int6
   return static_cast<float>(2 * held - kLargestSubScale);
 }
 
+// Quant k of the output that `column` belongs to.
+QS_INLINE int quant_at(const PackedQuantized& packed, const uint8_t* column, int64_t k) {
+  const uint8_t* at = column + quant_offset(packed, k);
+  if (packed.bits == 8) return at[0];
+  const int64_t step = k % packed.group_size / kStepInputs;
+  if (packed.bits == 4) return step % 2 != 0 ? at[0] >> 4 : at[0] & 15;
+  if (step % 4 < 3) return at[step % 4 * kStepBytes] & 63;
+  return at[0] >> 6 | (at[kStepBytes] >> 6) << 2 | (at[2 * kStepBytes] >> 6) << 4;
+}
+
 template <typename T>
 QS_INLINE void store_row(const float* values, int64_t n, T* out) {
   for (int64_t i = 0; i < n; i += W) store_up_to(out + i, load(values + i), n - i);
@@ -223,8 +247,7 @@ void read_row(const PackedQuantized& packed, int64_t output, T* out) {
     for (int64_t first = begin; first < end; first += kAtOnce) {
       const int64_t size = min_of(kAtOnce, end - first);
       for (int64_t i = 0; i < size; ++i) {
-        int quant = column[quant_offset(packed, first + i)];
-        if (packed.bits == 4) quant = i / kStepInputs % 2 != 0 ? quant >> 4 : quant & 15;
+        const int quant = quant_at(packed, column, first + i);
         if (packed.has_minimums) {
           values[i] = static_cast<float>(quant) * scaling.scale + scaling.zero;
           continue;

@@ -103,7 +103,8 @@ struct QuantizedTile {
   using D = Dot<Bits>;
   vi sum[R][S * V];
 
-  template <int Half>
+  // Of the steps whose quants are in the same bytes, number `Step`.
+  template <int Step>
   QS_INLINE void step(const uint8_t* w, int64_t panel_bytes, const int8_t* x) {
     if constexpr (R <= V) {
       vi held[R];
@@ -111,14 +112,14 @@ struct QuantizedTile {
       for (int r = 0; r < R; ++r) held[r] = activations(x + r * kStepInputs);
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) {
-        const auto quants = weights<Half>(w, panel_bytes, v);
+        const auto quants = weights<Step>(w, panel_bytes, v);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) D::add(sum[r][v], quants, held[r]);
       }
     } else {
       typename D::Quants held[S * V];
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[v] = weights<Half>(w, panel_bytes, v);
+      for (int v = 0; v < S * V; ++v) held[v] = weights<Step>(w, panel_bytes, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vi streamed = activations(x + r * kStepInputs);
@@ -128,10 +129,14 @@ struct QuantizedTile {
     }
   }
 
-  template <int Half>
+  template <int Step>
   static QS_INLINE typename D::Quants weights(const uint8_t* w, int64_t panel_bytes, int v) {
-    return D::quants(
-        step_quants<Bits, Half>(load_quants(w + v / V * panel_bytes + v % V * kVectorBytes)));
+    const uint8_t* at = w + v / V * panel_bytes + v % V * kVectorBytes;
+    if constexpr (Bits == 6) {
+      return D::quants(step_of_four<Step>(at));
+    } else {
+      return D::quants(step_quants<Bits, Step>(load_quants(at)));
+    }
   }
 
   static QS_INLINE vi activations(const int8_t* x) {
@@ -168,14 +173,24 @@ struct QuantizedTile {
   // Moves all three pointers past the group's steps.
   QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch,
                      const QuantizedTileArgs& args) {
-    constexpr int64_t kInputs = Bits == 4 ? 2 * kStepInputs : kStepInputs;
+    constexpr int64_t kInputs = packed_inputs(Bits);
     for (int64_t k = 0; k < args.num_inputs; k += kInputs) {
       bring_step(fetch, args);
       fetch += args.fetch_stride;
       step<0>(w, args.panel_bytes, x);
       if constexpr (Bits == 4) step<1>(w, args.panel_bytes, x + kStepQuants);
-      w += kStepBytes;
-      x += kStepQuants * (Bits == 4 ? 2 : 1);
+      if constexpr (Bits == 6) {
+        bring_step(fetch, args);
+        fetch += args.fetch_stride;
+        step<1>(w, args.panel_bytes, x + kStepQuants);
+        bring_step(fetch, args);
+        fetch += args.fetch_stride;
+        step<2>(w, args.panel_bytes, x + 2 * kStepQuants);
+        asm volatile("" ::: "memory");  // or what was loaded for the other steps is spilled
+        step<3>(w, args.panel_bytes, x + 3 * kStepQuants);
+      }
+      w += packed_bytes(Bits);
+      x += kStepQuants * (kInputs / kStepInputs);
     }
   }
 };
@@ -270,7 +285,7 @@ void run_groups(const QuantizedTileArgs& call) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-          const vf negative = negative_sum<Bits>(corrections[r]);
+          const vf negative = negative_sum(Bits, corrections[r]);
           if (Kind == kZeros) dot = fma(zero, negative, dot);
           if constexpr (kShares) {
             part[r][v] = fma(dot, scale, part[r][v]);
@@ -325,8 +340,10 @@ struct QuantizedTileTable {
     entries[kSingle][R - 1][S - 1] = run_single<Bits, R, S>;
     entries[kGroupsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMiddle>;
     entries[kGroupsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMiddle>;
-    entries[kZerosF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kZeros>;
-    entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kZeros>;
+    if constexpr (Bits != 6) {
+      entries[kZerosF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kZeros>;
+      entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kZeros>;
+    }
     entries[kMinimumsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMinimums>;
     entries[kMinimumsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMinimums>;
     entries[kGroupsSuper][R - 1][S - 1] = run_groups<Bits, R, S, int8_t, kMiddle>;
@@ -342,6 +359,7 @@ struct QuantizedTileTable {
 
 QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows, int panels) {
   static constexpr QuantizedTileTable<4> four;
+  static constexpr QuantizedTileTable<6> six;
   static constexpr QuantizedTileTable<8> eight;
   int form = kSingle;
   if (packed.super_bytes != 0) {
@@ -350,7 +368,9 @@ QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows
     form = packed.has_minimums ? kMinimumsF32 : packed.has_zeros ? kZerosF32 : kGroupsF32;
     form += packed.half_scales ? 1 : 0;
   }
-  return (packed.bits == 4 ? four.entries : eight.entries)[form][rows - 1][panels - 1];
+  return (packed.bits == 4   ? four.entries
+          : packed.bits == 6 ? six.entries
+                             : eight.entries)[form][rows - 1][panels - 1];
 }
 
 }  // namespace qs::QS_LEVEL

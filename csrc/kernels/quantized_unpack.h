@@ -1,6 +1,9 @@
-// Quants of 4 bits with their sub-block scales into quants of 8 bits: m * (quant - 8) + 128, which
-// is from 8 to 248. Two quants of a pair of bytes need one multiplication of 16 bits: quant * m,
-// borrows between the bytes included, plus 257 * (128 - 8 m) has the two results in its two bytes.
+// Parts of a weight as an 8-bit one holds them: quants of 6 bits, those of 4 bits with sub-block
+// scales, and the scales of super-blocks.
+//
+// Those with sub-block scales become m * (quant - 8) + 128, which is from 8 to 248. Two quants of a pair
+// of bytes need one multiplication of 16 bits: quant * m, borrows between the bytes included, plus
+// 257 * (128 - 8 m) has the two results in its two bytes.
 #pragma once
 
 #include "kernels/quantized_dot.h"
@@ -79,14 +82,45 @@ QS_INLINE void unpack_group(const PackedQuantized& packed, const uint8_t* from, 
   memcpy(to, from, packed.scale_bytes() * kQuantizedPanel);
 }
 
-// A group of a block of a panel with super-blocks, with its scales in f32.
-QS_INLINE void unpack_scales(const PackedQuantized& packed, const uint8_t* block, int64_t group,
+// Quants of 6 bits in a panel, of a multiple of 16 inputs, a byte each and `More` than before.
+template <int More>
+QS_INLINE void unpack_quants_6(const uint8_t* from, int64_t num_inputs, uint8_t* to) {
+  constexpr uint8_t offset = More;
+  for (int64_t k = 0; k < num_inputs; k += packed_inputs(6)) {
+    for (int64_t i = 0; i < kStepBytes; i += sizeof(vquants)) {
+      const uint8_t* at = from + i;
+      const vquants steps[] = {step_of_four<0>(at) + offset, step_of_four<1>(at) + offset,
+                               step_of_four<2>(at) + offset, step_of_four<3>(at) + offset};
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step) {
+        memcpy(to + step * kStepBytes + i, &steps[step], sizeof(vquants));
+      }
+    }
+    from += packed_bytes(6);
+    to += packed_inputs(6) * kQuantizedPanel;
+  }
+}
+
+// A group of a block of a panel: its quants, 6 bits in 8, and its scales, those of super-blocks in f32.
+QS_INLINE void widen_group(const PackedQuantized& packed, const uint8_t* block, int64_t group,
                              uint8_t* to) {
   const uint8_t* from = block + packed.group_offset(group);
-  const int8_t* scales = reinterpret_cast<const int8_t*>(from + packed.quant_bytes());
+  if (packed.bits == 6) {
+    packed.has_minimums ? unpack_quants_6<0>(from, packed.group_size, to)
+                        : unpack_quants_6<kMiddleOf6To8>(from, packed.group_size, to);
+    to += packed.group_size * kQuantizedPanel;
+  } else {
+    memcpy(to, from, packed.quant_bytes());
+    to += packed.quant_bytes();
+  }
+  from += packed.quant_bytes();
+  if (packed.super_bytes == 0) {
+    memcpy(to, from, packed.group_bytes - packed.quant_bytes());
+    return;
+  }
+  const int8_t* scales = reinterpret_cast<const int8_t*>(from);
   const f16* super_scales = reinterpret_cast<const f16*>(block + packed.super_offset(group));
-  memcpy(to, from, packed.quant_bytes());
-  float* unpacked = reinterpret_cast<float*>(to + packed.quant_bytes());
+  float* unpacked = reinterpret_cast<float*>(to);
   for (int64_t i = 0; i < (packed.has_zeros ? 2 : 1) * kQuantizedPanel; i += W) {
     store(unpacked + i, group_scales(scales + i, super_scales + i));
   }

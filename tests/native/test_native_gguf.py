@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from quickstep.errors import EngineError
 from quickstep.model.formats.gguf_blocks import decode_blocks
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.model.formats.quantized_reader import stack_matrices
@@ -40,8 +41,14 @@ STACKS = [
     ("NVFP4", "IQ2_S"),
     ("Q5_K", "Q4_K"),
     ("Q3_K", "Q6_K"),
+    ("Q5_0", "Q4_0", "Q5_0"),
+    ("IQ3_S", "Q6_K"),
+    ("Q4_1", "Q5_0"),
+    ("Q5_1", "IQ1_S"),
 ]
-K_TYPES = {"Q4_K": 148, "Q5_K": 276, "Q6_K": 274, "Q2_K": 164, "Q3_K": 146, "IQ4_XS": 266}
+K_TYPES = {"Q4_K": 148, "Q5_K": 212, "Q6_K": 210, "Q2_K": 164, "Q3_K": 146, "IQ4_XS": 266}
+# of 5 and 6 bits and those whose uneven steps fit 6: bytes for 256 weights
+SIX_BITS = {"Q5_K": 212, "Q6_K": 210, "Q5_0": 208, "Q5_1": 224, "MXFP4": 224, "NVFP4": 224}
 LEVELS = native_status().levels
 
 
@@ -180,7 +187,69 @@ def test_products_of_k_types_have_the_bits_of_scales_in_float32(
             assert torch.equal(ops.linear(x, loaded), ops.linear(x, wide))
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def in_8_bits(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weights, of 6 bits, with quantized values of 8 bits."""
+    more = 0 if weight.has_minimums else 128 - 32
+    return replace(weight, quants=weight.quants + more, bits=8)
+
+
+@given(
+    st.sampled_from([*SIX_BITS]),
+    st.sampled_from([1, 2, 7, 64, *range(3, 15), 24, 33, 97, 131]),
+    st.sampled_from([64, 192, 256, 1280, 2304]),
+    st.sampled_from([1, 64, 65, 200, 321]),
+)
+def test_products_of_6_bits_have_the_bits_of_8(
+    kind: str, num_tokens: int, inputs: int, outputs: int
+) -> None:
+    inputs = -(-inputs // 256) * 256 if kind in K_TYPES else inputs
+    rows = random_blocks(Kind[kind], outputs, inputs, seed=num_tokens)
+    blocks = torch.from_numpy(rows)
+    blocks = blocks.reshape(outputs * inputs // gguf.GGML_QUANT_SIZES[Kind[kind]][0], -1)
+    weight = decode_blocks(kind, blocks, (outputs, inputs))
+    assert weight.bits == 6
+    x = torch.randn((num_tokens, inputs), generator=torch.Generator().manual_seed(outputs))
+    with NamedTemporaryFile() as file:
+        file.write(rows.tobytes())
+        file.flush()
+        part = StoredRows(Path(file.name), 0, outputs, kind)
+        for ops in map(native, LEVELS):
+            assert ops.load_linear is not None
+            loaded = ops.load_linear(StoredMatrix(kind, (part,), inputs), None)
+            assert loaded.nbytes == -(-outputs // 64) * 64 * inputs * SIX_BITS[kind] // 256
+            eight = ops.pack_quantized(in_8_bits(weight), None)
+            assert torch.equal(ops.linear(x, loaded), ops.linear(x, eight))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("inputs", [16, 40, 1100])
+def test_6_bits_with_one_scale_for_an_output_are_padded_and_have_the_bits_of_8(
+    inputs: int, level: str
+) -> None:
+    generator, ops = torch.Generator().manual_seed(inputs), native(level)
+    quants = torch.randint(0, 64, (70, inputs), generator=generator).to(torch.uint8)
+    scales = torch.rand((70, 1), generator=generator)
+    for zeros in (None, torch.rand((70, 1), generator=generator)):
+        has_minimums = zeros is not None
+        weight = QuantizedWeight(quants, scales, zeros, 6, inputs, has_minimums=has_minimums)
+        packed = ops.pack_quantized(weight, None)
+        assert MatrixFormat(6, None, has_minimums).num_bytes((70, inputs)) <= packed.nbytes
+        eight = ops.pack_quantized(in_8_bits(weight), None)
+        for num_tokens in (1, 2, 7, 64):
+            x = torch.randn((num_tokens, inputs), generator=generator)
+            assert torch.equal(ops.linear(x, packed), ops.linear(x, eight))
+        rows = ops.embedding(torch.arange(70), packed, torch.float32)
+        assert torch.equal(rows, weight.dequantized())
+
+
+def test_zeros_of_6_bits_are_refused(table: OpTable) -> None:
+    quants = torch.zeros((8, 64), dtype=torch.uint8)
+    weight = QuantizedWeight(quants, torch.ones(8, 2), torch.ones(8, 2), 6, 32)
+    with pytest.raises(EngineError, match="weight of 6 bits"):
+        table.pack_quantized(weight, None)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1"])
 def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, kind: str) -> None:
     (tmp_path / "f").write_bytes(random_blocks(Kind[kind], OUTPUTS, INPUTS, seed=6).tobytes())
     part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind)
@@ -196,17 +265,18 @@ def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_gates_and_ups_of_k_types_have_the_bits_of_their_products(
-    tmp_path: Path, level: str
+    tmp_path: Path, kind: str, level: str
 ) -> None:
     width, ops = 256, native(level)
     matrices = []
     for seed, shape in enumerate([(2 * width, INPUTS), (INPUTS, width)]):
         path = tmp_path / str(seed)
-        path.write_bytes(random_blocks(Kind.Q4_K, *shape, seed=seed).tobytes())
+        path.write_bytes(random_blocks(Kind[kind], *shape, seed=seed).tobytes())
         assert ops.load_linear is not None
-        part = StoredRows(path, 0, shape[0], "Q4_K")
-        matrices.append(ops.load_linear(StoredMatrix("Q4_K", (part,), shape[1]), None))
+        part = StoredRows(path, 0, shape[0], kind)
+        matrices.append(ops.load_linear(StoredMatrix(kind, (part,), shape[1]), None))
     assert ops.pack_experts is not None and ops.experts is not None
     gate_up, down_proj = ((matrix,) for matrix in matrices)
     weights = ExpertWeights(gate_up, down_proj, ops.pack_experts(gate_up, down_proj))

@@ -18,6 +18,7 @@ FUSED = native_status().levels[:-1] if native_status().isa != "neon" else native
 # sub-block scales are in groups of 4 bits, 32 inputs at a time
 FORMS = [
     *product((4, 8), (None, 16, 48, 64, 128), ("", "zeros")),
+    *product((6,), (None, 16, 32, 48, 128), ("", "minimums")),
     *product((4,), (64, 128), ("sub_scales",)),
 ]
 
@@ -39,9 +40,10 @@ def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
     quantized = QuantizedWeight(
         torch.randint(0, 2**bits, (150, inputs), generator=generator).to(torch.uint8),
         torch.rand(shape, generator=generator),
-        torch.rand(shape, generator=generator) * 2**bits if more == "zeros" else None,
+        torch.rand(shape, generator=generator) * 2**bits if more in ("zeros", "minimums") else None,
         bits,
         inputs // groups,
+        has_minimums=more == "minimums",
     )
     if more == "sub_scales":
         held = torch.randint(0, 16, (150, inputs // 16), generator=generator)

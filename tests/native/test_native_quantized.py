@@ -33,7 +33,7 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([4, 8]),
+    st.sampled_from([4, 6, 8]),
     st.sampled_from([*range(1, 15), 33, 97, 131]),
     st.sampled_from([1, 2, 3, 4, 5, 7, 15, 64, 65, 255, 511, 513, 1030]),
     st.sampled_from([1, 15, 63, 64, 65, 130, 200, 321]),
@@ -53,7 +53,7 @@ def test_sums_over_one_group_are_exact_integers_on_every_level(
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([4, 8]),
+    st.sampled_from([4, 6, 8]),
     st.sampled_from([*range(1, 15), 33, 97, 131]),
     st.sampled_from([(32, 16), (64, 32), (576, 48), (1024, 128), (1536, 768), (2304, 32)]),
     st.sampled_from([1, 64, 65, 200, 321]),
@@ -73,8 +73,8 @@ def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
     quants = integers(seed + 1, 0, 2**bits, outputs, inputs)
     scales = 2.0 ** integers(seed + 2, -2, 3, outputs, inputs // group)
     zeros = integers(seed + 3, 0, 2**bits, outputs, inputs // group).float()
-    if has_minimums:
-        zeros = -scales * zeros
+    if has_minimums or bits == 6:  # which have no zeros
+        has_minimums, zeros = True, -scales * zeros
     weight = QuantizedWeight(
         quants.to(torch.uint8), scales, zeros, bits, group, has_minimums=has_minimums
     )
@@ -176,6 +176,8 @@ def test_a_group_that_no_kernel_has_is_refused() -> None:
     [
         (8, 128, False),
         (8, 2304, False),
+        (6, 16, False),
+        (6, 32, False),
         (4, 32, False),
         (4, 128, False),
         (4, 128, True),

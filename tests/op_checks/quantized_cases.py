@@ -73,6 +73,10 @@ _QUANTIZED_SHAPES = (
     (13, 2304, 130, 8, 128, False, True),
     (33, 1056, 70, 4, 32, False, False),
     (40, 1152, 130, 4, 32, True, True),
+    (1, 2304, 330, 6, 16, False, False),
+    (5, 512, 70, 6, 16, False, True),
+    (33, 1056, 70, 6, 32, False, False),
+    (2, 77, 33, 6, 77, False, True),
     (0, 64, 32, 4, 32, False, False),
 )
 
@@ -87,6 +91,8 @@ _MINIMUM_SHAPES = (
     (1, 256, 330, 8, 32, True),
     (34, 640, 65, 8, 32, False),
     (5, 96, 40, 8, 96, False),
+    (2, 256, 330, 6, 32, True),
+    (34, 640, 65, 6, 32, False),
 )
 
 

@@ -20,7 +20,7 @@ import msgspec
 from quickstep.ops.weights import SUB_BLOCK_INPUTS, SUPER_BLOCK_INPUTS
 
 _PANEL = 64  # outputs that the kernels read together; a matrix is padded to whole panels
-_STEP = 8  # inputs that they read together
+_STEPS = {4: 8, 6: 16, 8: 8}  # inputs that they read together, by the bits of quantized values
 
 
 class MatrixFormat(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class MatrixFormat(msgspec.Struct, frozen=True):
             groups = 1 if self.group_size is None else shape[1] // self.group_size
             return shape[0] * (shape[1] + 4 * groups)
         outputs = -(-shape[0] // _PANEL) * _PANEL
-        inputs = -(-shape[1] // _STEP) * _STEP
+        inputs = -(-shape[1] // _STEPS[self.bits]) * _STEPS[self.bits]
         quants = outputs * inputs * self.bits // 8
         if self.group_size is None:
             return quants + outputs * 4 * (1 + self.has_zeros)
@@ -127,13 +127,17 @@ def common_form(forms: Sequence[MatrixFormat], num_inputs: int) -> MatrixFormat:
     """
     group_size = math.gcd(*(form.group_size or num_inputs for form in forms))
     alike = len({(form.group_size, form.has_minimums) for form in forms}) == 1
-    # minimums become zero points next to 8 bits about the middle, which 16 bits do not hold
+    # minimums become zero points next to 6 or 8 bits about the middle, which 16 bits do not hold
     has_minimums = any(form.has_minimums for form in forms)
-    loses_minimums = has_minimums and any(f.bits == 8 and not f.has_minimums for f in forms)
+    loses_minimums = has_minimums and any(f.bits != 4 and not f.has_minimums for f in forms)
+    has_zeros = any(form.has_zeros for form in forms)
+    bits = max(form.bits for form in forms)
+    if bits == 6 and has_zeros and (loses_minimums or not has_minimums):
+        bits = 8  # there are no zero points of 6 bits
     return MatrixFormat(
-        max(form.bits for form in forms),
+        bits,
         None if group_size == num_inputs else group_size,
-        any(form.has_zeros for form in forms),
+        has_zeros,
         loses_minimums or any(form.wide_scales for form in forms),
         is_float8=all(form.is_float8 for form in forms),
         has_minimums=has_minimums and not loses_minimums,

@@ -41,7 +41,8 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How an implementation has packed a weight [N, C], which decides the bytes of its parts.
 
     Attributes:
-        bits: 4 or 8 of quantized values; 0 for numbers of `dtype`, by the implementation's number.
+        bits: 4, 6 or 8 of quantized values; 0 for numbers of `dtype`, by the implementation's
+            number.
         group_size: Inputs that share a scale; C for one scale per output.
         has_super_scales: Whether scales of groups are bytes, multiplied by those of super-blocks.
         part_bytes: Of weights, scales, zeros and bias, of those that there are.
@@ -98,7 +99,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         scales: [N, C / group_size] float32.
         zeros: [N, C / group_size] float32, any value; None for 2**(bits - 1) (symmetric).
             Minimums with `has_minimums`.
-        bits: 4 or 8.
+        bits: 4, 6 or 8; 6 without zeros, though with minimums.
         group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
         sub_scales: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
             groups of a multiple of 32, more than one.

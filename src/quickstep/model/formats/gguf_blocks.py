@@ -49,7 +49,7 @@ def _fifth_bits(octets: Tensor) -> Tensor:
 
 def _q5_0(blocks: Tensor) -> Decoded:
     quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return quants + (128 - 16), _half(blocks, 0), None
+    return quants + (32 - 16), _half(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> Decoded:
@@ -96,7 +96,7 @@ def _q6_k(blocks: Tensor) -> Decoded:
     low = torch.cat((low & 15, low >> 4), 2).view(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
-    quants = (low | (high << 4)).flatten(1) + (128 - 32)
+    quants = (low | (high << 4)).flatten(1)
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
     return quants, _half(blocks, 208) * scales, None
 
@@ -127,14 +127,16 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 
 
-def _looked_up(nibbles: Tensor, values: tuple[int, ...]) -> Tensor:
-    """Values that are not in equal steps, as quantized values of 8 bits."""
-    table = torch.tensor([v + 128 for v in values], dtype=torch.uint8, device=nibbles.device)
+def _looked_up(nibbles: Tensor, values: tuple[int, ...], bits: int) -> Tensor:
+    """Values that are not in equal steps, as quantized values of more bits."""
+    table = torch.tensor(
+        [v + 2 ** (bits - 1) for v in values], dtype=torch.uint8, device=nibbles.device
+    )
     return table[nibbles.long()]
 
 
 def _iq4_nl(blocks: Tensor) -> Decoded:
-    return _looked_up(_nibbles(blocks[:, 2:]), _IQ4_VALUES), _half(blocks, 0), None
+    return _looked_up(_nibbles(blocks[:, 2:]), _IQ4_VALUES, 8), _half(blocks, 0), None
 
 
 def _iq4_xs(blocks: Tensor) -> Decoded:
@@ -145,13 +147,14 @@ def _iq4_xs(blocks: Tensor) -> Decoded:
     octets = blocks[:, 8:].reshape(-1, 8, 16)
     quants = torch.cat((octets & 15, octets >> 4), 2).flatten(1)
     scales = (low | high).float() - 32
-    return _looked_up(quants, _IQ4_VALUES), _half(blocks, 0) * scales, None
+    return _looked_up(quants, _IQ4_VALUES, 8), _half(blocks, 0) * scales, None
 
 
 def _mxfp4(blocks: Tensor) -> Decoded:
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    return _looked_up(_nibbles(blocks[:, 1:]), _MXFP4_VALUES), bits.view(torch.float32), None
+    quants = _looked_up(_nibbles(blocks[:, 1:]), _MXFP4_VALUES, 6)
+    return quants, bits.view(torch.float32), None
 
 
 def _digits(octets: Tensor, count: int) -> Tensor:
@@ -179,7 +182,7 @@ def _nvfp4(blocks: Tensor) -> Decoded:
     normal = torch.ldexp(mantissas + 8, exponents - 11)  # halved, since the values are doubled
     halved = torch.where(exponents == 0, mantissas * 2**-10, normal)
     halved = torch.where((scales == 0) | (scales == 127), 0.0, halved)
-    return _looked_up(quants, _MXFP4_VALUES), halved, None
+    return _looked_up(quants, _MXFP4_VALUES, 6), halved, None
 
 
 def _words(octets: Tensor, dtype: torch.dtype = torch.int16) -> Tensor:

@@ -9,7 +9,7 @@ import msgspec
 
 
 class BlockKind(msgspec.Struct, frozen=True):
-    """One block type: bits of a quantized value, inputs per scale, whether groups have zeros."""
+    """One block type: bits that hold a value, inputs per scale, whether groups have zeros."""
 
     bits: int
     group_size: int
@@ -23,19 +23,19 @@ BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
     {
         "Q4_0": BlockKind(4, 32, False, False),
         "Q4_1": BlockKind(4, 32, True, False, True),
-        "Q5_0": BlockKind(8, 32, False, False),
-        "Q5_1": BlockKind(8, 32, True, False, True),
+        "Q5_0": BlockKind(6, 32, False, False),
+        "Q5_1": BlockKind(6, 32, True, False, True),
         "Q8_0": BlockKind(8, 32, False, False),
         "Q4_K": BlockKind(4, 32, True, True, True, True),
-        "Q5_K": BlockKind(8, 32, True, True, True, True),
-        "Q6_K": BlockKind(8, 16, False, True, False, True),
+        "Q5_K": BlockKind(6, 32, True, True, True, True),
+        "Q6_K": BlockKind(6, 16, False, True, False, True),
         "Q2_K": BlockKind(4, 16, True, True, True, True),
         "Q3_K": BlockKind(4, 16, False, True, False, True),
         "IQ4_NL": BlockKind(8, 32, False, False),
         "IQ4_XS": BlockKind(8, 32, False, True, False, True),
         "TQ1_0": BlockKind(4, 256, False, False),
         "TQ2_0": BlockKind(4, 256, False, False),
-        "MXFP4": BlockKind(8, 32, False, True),
+        "MXFP4": BlockKind(6, 32, False, True),
         "IQ1_S": BlockKind(4, 32, True, True),
         "IQ1_M": BlockKind(4, 16, True, True),
         "IQ2_XXS": BlockKind(8, 32, False, True),
@@ -43,6 +43,6 @@ BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
         "IQ2_S": BlockKind(8, 16, False, True),
         "IQ3_XXS": BlockKind(8, 32, False, True),
         "IQ3_S": BlockKind(4, 32, True, True),
-        "NVFP4": BlockKind(8, 16, False, False),
+        "NVFP4": BlockKind(6, 16, False, False),
     }
 )

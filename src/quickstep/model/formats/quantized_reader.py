@@ -151,10 +151,12 @@ def stack_matrices(
     bits = max(part.bits for part in quantized)
     group_size = math.gcd(*(part.group_size for part in quantized))
     symmetric = all(part.zeros is None for part in quantized)
-    # Not with 8 bits about the middle: products with minimums would be those of large numbers.
+    # Not with 6 or 8 bits about the middle: products with minimums would be those of large numbers.
     has_minimums = any(part.has_minimums for part in quantized) and all(
         part.has_minimums or part.bits == 4 for part in quantized
     )
+    if bits == 6 and not symmetric and not has_minimums:
+        bits = 8  # there are no zeros of 6 bits
     if not has_minimums:
         quantized = [part.with_zeros() for part in quantized]
     same = [_as_form(part, bits, group_size, symmetric=symmetric) for part in quantized]

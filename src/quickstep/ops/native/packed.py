@@ -236,19 +236,19 @@ _LOADED_KINDS: Mapping[str, int] = MappingProxyType(
 _FORMS = {
     "Q4_0": _Form(4, 32, False),
     "Q4_1": _Form(4, 32, True),
-    "Q5_0": _Form(8, 32, False),
-    "Q5_1": _Form(8, 32, True),
+    "Q5_0": _Form(6, 32, False),
+    "Q5_1": _Form(6, 32, True),
     "Q8_0": _Form(8, 32, False),
     "Q4_K": _Form(4, 32, True),
-    "Q5_K": _Form(8, 32, True),
-    "Q6_K": _Form(8, 16, False),
+    "Q5_K": _Form(6, 32, True),
+    "Q6_K": _Form(6, 16, False),
     "Q2_K": _Form(4, 16, True),
     "Q3_K": _Form(4, 16, False),
     "IQ4_NL": _Form(8, 32, False),
     "IQ4_XS": _Form(8, 32, False),
     "TQ1_0": _Form(4, 256, False),
     "TQ2_0": _Form(4, 256, False),
-    "MXFP4": _Form(8, 32, False),
+    "MXFP4": _Form(6, 32, False),
     "IQ1_S": _Form(4, 32, True),
     "IQ1_M": _Form(4, 16, True),
     "IQ2_XXS": _Form(8, 32, False),
@@ -256,7 +256,7 @@ _FORMS = {
     "IQ2_S": _Form(8, 16, False),
     "IQ3_XXS": _Form(8, 32, False),
     "IQ3_S": _Form(4, 32, True),
-    "NVFP4": _Form(8, 16, False),
+    "NVFP4": _Form(6, 16, False),
 }
 
 
