@@ -5,6 +5,7 @@
 #include <new>
 
 #include "cpu.h"
+#include "kv_pairs.h"
 #include "memory.h"
 #include "objects.h"
 
@@ -14,11 +15,36 @@ constexpr int64_t kItemBytes = 1 << 16;  // of copying: below it waking a thread
 
 bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
 
-bool valid_kv_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_I4; }
+bool valid_kv_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_BF16_PAIRS; }
 
 // Quants of 4 bits are in pairs.
 bool valid_kv_size(int dtype, int64_t head_size) {
   return valid_kv_dtype(dtype) && head_size >= 1 && (dtype != QS_I4 || head_size % 2 == 0);
+}
+
+// Whether blocks and heads may be in pairs, where the dtype says that they are.
+bool valid_kv_blocks(int dtype, int64_t head_size, int64_t block_size, bool has_values) {
+  if (dtype != QS_BF16_PAIRS) return true;
+  return has_values && head_size % 2 == 0 && head_size <= QS_MAX_HEAD_SIZE && block_size >= 1 &&
+         block_size % qs::kPairPositions == 0;
+}
+
+// Copies a slot of a cache in pairs to another.
+void move_pairs(const qs_kv_move& call, uint16_t* cache, int64_t from, int64_t to) {
+  const qs::KVPairs places = {call.num_kv_heads, call.head_size, call.block_size};
+  for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+    if (call.part == QS_KEY_PAIRS) {
+      uint16_t* source = cache + places.key(from, head);
+      uint16_t* target = cache + places.key(to, head);
+      for (int64_t i = 0; i < call.head_size / 2; ++i) {
+        memmove(target + i * places.key_stride(), source + i * places.key_stride(), 4);
+      }
+    } else {
+      const uint16_t* source = cache + places.value(from, head);
+      uint16_t* target = cache + places.value(to, head);
+      for (int64_t d = 0; d < call.head_size; ++d) target[2 * d] = source[2 * d];
+    }
+  }
 }
 
 float to_float(int dtype, const void* data, int64_t index) {
@@ -57,6 +83,7 @@ namespace qs {
 
 int check_kv_write(const qs_kv_write& call) {
   if (!valid_dtype(call.dtype) || !valid_kv_size(call.kv_dtype, call.head_size) ||
+      !valid_kv_blocks(call.kv_dtype, call.head_size, call.block_size, call.v_cache != nullptr) ||
       call.num_kv_heads < 1 || call.num_tokens < 0) {
     return QS_INVALID;
   }
@@ -290,6 +317,11 @@ int qs_write_kv(qs_context* context, const qs_kv_write* call) {
 }
 
 int qs_move_kv(const qs_kv_move* call) {
+  const bool in_pairs = call->part != QS_KV_SLOTS;
+  if (call->part < QS_KV_SLOTS || call->part > QS_VALUE_PAIRS ||
+      (in_pairs && !valid_kv_blocks(QS_BF16_PAIRS, call->head_size, call->block_size, true))) {
+    return QS_INVALID;
+  }
   for (int64_t i = 0; i < 2 * call->num_moves; ++i) {
     if (call->moves[i] < 0 || call->moves[i] >= call->num_slots) return QS_OUT_OF_RANGE;
   }
@@ -297,6 +329,10 @@ int qs_move_kv(const qs_kv_move* call) {
     char* slots = static_cast<char*>(call->caches[cache]);
     for (int64_t i = 0; i < call->num_moves; ++i) {
       const int64_t from = call->moves[2 * i], to = call->moves[2 * i + 1];
+      if (in_pairs) {
+        move_pairs(*call, static_cast<uint16_t*>(call->caches[cache]), from, to);
+        continue;
+      }
       memmove(slots + to * call->slot_bytes, slots + from * call->slot_bytes, call->slot_bytes);
     }
   }
@@ -314,7 +350,8 @@ int qs_paged_attention(qs_context* context, const qs_attention* call) {
   const int32_t least = is_latent ? 1 : 0, most = is_latent ? call->head_size : 0;
   const bool sizes = call->head_size >= 1 && call->head_size <= QS_MAX_HEAD_SIZE &&
                      call->value_size >= least && call->value_size <= most;
-  if (!dtypes || !heads || !sizes || call->block_size < 1 || call->num_rows < 0) {
+  const bool form = valid_kv_blocks(call->kv_dtype, call->head_size, call->block_size, !is_latent);
+  if (!dtypes || !heads || !sizes || !form || call->block_size < 1 || call->num_rows < 0) {
     return QS_INVALID;
   }
   for (int64_t row = 0; row < call->num_rows; ++row) {

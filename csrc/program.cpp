@@ -315,6 +315,7 @@ qs_kv_write kv_write_of(const qs_program* program, const qs_op& op, int64_t rows
   call.head_size = static_cast<int32_t>(op.size[1]);
   call.num_tokens = rows;
   call.num_slots = op.size[2];
+  call.block_size = program->inputs.block_size;
   call.k_stride = op.stride[0];
   call.v_stride = op.stride[1];
   call.k = op.in[0];

@@ -31,7 +31,9 @@ enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
 // multiplied by, D + 4 bytes together. Quants are rounded half to even, scale = max|x| / 127.
 // QS_I4: D, which is even, quants of 4 bits, each 32 with a scale and a minimum, in D / 2 bytes and
 // 4 for each begun 32 (kernels/kv_rows.h).
-enum qs_kv_dtype { QS_I8 = 3, QS_I4 = 4 };
+// QS_BF16_PAIRS: bfloat16 in another order (kv_pairs.h), of keys and values with heads of an even
+// size up to QS_MAX_HEAD_SIZE in blocks of a multiple of 16.
+enum qs_kv_dtype { QS_I8 = 3, QS_I4 = 4, QS_BF16_PAIRS = 5 };
 // The last two are activations of qs_activation_of only.
 enum qs_activation {
   QS_SILU = 0,
@@ -289,6 +291,7 @@ typedef struct qs_kv_write {
   int32_t head_size;
   int64_t num_tokens;
   int64_t num_slots;
+  int64_t block_size;       // read for QS_BF16_PAIRS only
   int64_t k_stride;         // between tokens
   int64_t v_stride;
   const void* k;
@@ -300,10 +303,18 @@ typedef struct qs_kv_write {
 
 QS_API int qs_write_kv(qs_context* context, const qs_kv_write* call);
 
+// Of which tensors a move's caches are: those whose slots are one piece each, or keys or values in
+// pairs.
+enum qs_kv_part { QS_KV_SLOTS = 0, QS_KEY_PAIRS = 1, QS_VALUE_PAIRS = 2 };
+
 // Copies KV slots within each of some caches, one after another: slot `from` to slot `to`.
 typedef struct qs_kv_move {
+  int32_t part;             // a qs_kv_part
+  int32_t num_kv_heads;     // of pairs, as the next two
+  int64_t head_size;
+  int64_t block_size;
   int64_t num_caches;
-  int64_t slot_bytes;       // of a cache
+  int64_t slot_bytes;       // of a cache of QS_KV_SLOTS
   int64_t num_slots;        // of a cache
   int64_t num_moves;
   void* const* caches;      // [num_caches]

@@ -68,7 +68,7 @@ struct NextSpan {
 template <typename Form, typename KV>
 class TileLoader {
  public:
-  TileLoader(const qs_attention& call, int64_t row, Span span, NextSpan next)
+  TileLoader(const qs_attention& call, int64_t row, Span span, NextSpan next, TileBuffers&)
       : block_table_(call.block_tables + row * call.max_blocks),
         tail_begin_(tail_begin(call, row)),
         tail_slots_(call.tail_offsets == nullptr ? nullptr

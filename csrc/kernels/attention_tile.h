@@ -168,7 +168,10 @@ void softmax_rows(const qs_attention& call, const Span* visible, int first, int 
                 TileBuffers& buffers, int64_t width, SoftmaxState& state) {
   alignas(64) float tops[kMaxQueries * W];
   for (int i = first; i < last; ++i) {
-    if (visible[i].empty()) continue;
+    if (visible[i].empty()) {
+      store(tops + i * W, vf{});
+      continue;
+    }
     float* of_row = buffers.scores + i * kTile;
     vf scores[kTileVectors];
 #pragma GCC unroll 16
@@ -186,7 +189,9 @@ void softmax_rows(const qs_attention& call, const Span* visible, int first, int 
     const vf old = load(state.max + begin), top = max_of_rows(tops + begin * W);
     const vf now = vmax(top, old);
     store(maxima, now);
-    store(factors, vexp2_nonpositive(old - now));
+    // other lanes may hold anything: an exponential of denormals takes a hundred times as long
+    const vi computed = lanes_inside(begin, {first, last});
+    store(factors, vexp2_nonpositive(computed ? old - now : vf{}));
     const int end = static_cast<int>(min_of(last, begin + W));
     for (int i = static_cast<int>(max_of(first, begin)); i < end; ++i) {
       if (visible[i].empty()) continue;

@@ -6,6 +6,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/kv_rows.h"
+#include "kv_pairs.h"
 
 namespace qs::QS_LEVEL {
 
@@ -122,6 +123,35 @@ void write_rows(const qs_kv_write& call, const void* from, int64_t stride, void*
   }
 }
 
+// A head as bfloat16: itself, or converted to `memory`.
+QS_INLINE const bf16* as_bf16(const bf16* x, int64_t, bf16*) { return x; }
+template <typename T>
+QS_INLINE const bf16* as_bf16(const T* x, int64_t size, bf16* memory) {
+  write_head(x, size, memory);
+  return memory;
+}
+
+template <typename T>
+void write_pairs(const qs_kv_write& call, int64_t first, int64_t last) {
+  const int64_t size = call.head_size;
+  const KVPairs places = {call.num_kv_heads, size, call.block_size};
+  bf16 memory[QS_MAX_HEAD_SIZE];
+  for (int64_t i = first; i < last; ++i) {
+    const T* k = static_cast<const T*>(call.k) + i * call.k_stride;
+    const T* v = static_cast<const T*>(call.v) + i * call.v_stride;
+    for (int64_t head = 0; head < call.num_kv_heads; ++head, k += size, v += size) {
+      bf16* keys = static_cast<bf16*>(call.k_cache) + places.key(call.slots[i], head);
+      const bf16* key = as_bf16(k, size, memory);
+      for (int64_t d = 0; d < size; d += 2, keys += places.key_stride()) {
+        memcpy(keys, key + d, 2 * sizeof(bf16));
+      }
+      bf16* values = static_cast<bf16*>(call.v_cache) + places.value(call.slots[i], head);
+      const bf16* value = as_bf16(v, size, memory);
+      for (int64_t d = 0; d < size; ++d) values[2 * d] = value[d];
+    }
+  }
+}
+
 // Calls fn with a value of the types of a call's activations and caches.
 template <typename Fn>
 void with_kv_types(const qs_kv_write& call, const Fn& fn) {
@@ -133,9 +163,13 @@ void with_kv_types(const qs_kv_write& call, const Fn& fn) {
 // The keys and values of tokens [first, last).
 template <typename T, typename KV>
 void write_tokens(const qs_kv_write& call, int64_t first, int64_t last) {
-  write_rows<T, KV>(call, call.k, call.k_stride, call.k_cache, first, last);
-  if (call.v_cache == nullptr) return;
-  write_rows<T, KV>(call, call.v, call.v_stride, call.v_cache, first, last);
+  if constexpr (std::is_same_v<KV, bf16_pairs>) {
+    write_pairs<T>(call, first, last);
+  } else {
+    write_rows<T, KV>(call, call.k, call.k_stride, call.k_cache, first, last);
+    if (call.v_cache == nullptr) return;
+    write_rows<T, KV>(call, call.v, call.v_stride, call.v_cache, first, last);
+  }
 }
 
 }  // namespace qs::QS_LEVEL

@@ -14,6 +14,7 @@
 
 #include "kernels/attention_groups.h"
 #include "kernels/attention_loader.h"
+#include "kernels/attention_pairs.h"
 #include "kernels/entries.h"
 
 namespace qs::QS_LEVEL {
@@ -178,6 +179,15 @@ struct NextSplit {
 
 constexpr NextSplit kNone = {-1, 0};
 
+template <typename Form, typename KV>
+struct LoaderOf {
+  using Type = TileLoader<Form, KV>;
+};
+template <typename Form>
+struct LoaderOf<Form, bf16_pairs> {
+  using Type = PairLoader<Form>;
+};
+
 // A split of one row's KV. Several heads take turns in a tile: their keys and values are neighbours.
 template <typename Form, typename KV>
 void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split, NextSplit next,
@@ -193,7 +203,7 @@ void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split
   memset(state.sums + first * W, 0, (last - first) * W * sizeof(float));
   memset(state.out + first * width, 0, (last - first) * width * sizeof(float));
   const NextSpan after = {span_of_split(seen, next.split), next.head_shift};
-  TileLoader<Form, KV> loader(*pass.call, parts[0].row, span, after);
+  typename LoaderOf<Form, KV>::Type loader(*pass.call, parts[0].row, span, after, buffers);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.move_to(begin);
     for (int i = 0; i < num_parts; ++i) {
@@ -432,6 +442,10 @@ struct FormOf {
 #if defined(__AVX512BF16__)
 template <>
 struct FormOf<bf16, bf16> {
+  using Type = TileForm<Pairs, false>;
+};
+template <>
+struct FormOf<bf16, bf16_pairs> {
   using Type = TileForm<Pairs, false>;
 };
 template <>

@@ -272,6 +272,11 @@ struct quants4 {
   uint8_t bits;
 };
 
+// A bfloat16 of a cache in pairs (kv_pairs.h).
+struct bf16_pairs {
+  uint16_t bits;
+};
+
 // The same for what a KV cache may hold.
 template <typename Fn>
 QS_INLINE void with_kv_dtype(int dtype, const Fn& fn) {
@@ -279,6 +284,8 @@ QS_INLINE void with_kv_dtype(int dtype, const Fn& fn) {
     fn(int8_t{});
   } else if (dtype == 4) {
     fn(quants4{});
+  } else if (dtype == 5) {
+    fn(bf16_pairs{});
   } else {
     with_dtype(dtype, fn);
   }

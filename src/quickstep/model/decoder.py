@@ -108,7 +108,8 @@ class Decoder:
     def kv_layout(self) -> KVLayout:
         """What to allocate."""
         groups = kv_groups([layer.kv_size for layer in self._stack.layers])
-        return KVLayout(groups, self._weights.final_norm.dtype, self._stack.states)
+        dtype, states = self._weights.final_norm.dtype, self._stack.states
+        return KVLayout(groups, dtype, states, self._ops.kv_in_pairs)
 
     @property
     def vocab_size(self) -> int:

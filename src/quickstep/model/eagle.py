@@ -144,7 +144,7 @@ class EagleModel(DraftingLayer):
     def kv_layout(self) -> KVLayout:
         """What to allocate."""
         dtype = self._weights.post_attention_layernorm.dtype
-        return KVLayout(self._spec.decoder.kv_groups, dtype)
+        return KVLayout(self._spec.decoder.kv_groups, dtype, in_pairs=self._ops.kv_in_pairs)
 
     @property
     def feature_sizes(self) -> tuple[int, int]:

@@ -57,12 +57,14 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     `dtype` is the model's until `stored_as`. A `KVCache` has a K and a V tensor for each layer of
     the groups (no V where `KVSize` has none), in ascending order of the layers. `states` is what
-    the other layers keep of a sequence.
+    the other layers keep of a sequence. `in_pairs`: keys and values of bfloat16 are in the order of
+    `ops.kv_pairs` where their sizes allow it.
     """
 
     groups: tuple[KVGroup, ...]
     dtype: DType | torch.dtype
     states: tuple[StateSize, ...] = ()
+    in_pairs: bool = False
 
     @staticmethod
     def uniform(

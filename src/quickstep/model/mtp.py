@@ -136,7 +136,8 @@ class MtpModel(DraftingLayer):
     @property
     def kv_layout(self) -> KVLayout:
         """What to allocate."""
-        return KVLayout(self._spec.decoder.kv_groups, self._weights.norm.dtype)
+        groups, dtype = self._spec.decoder.kv_groups, self._weights.norm.dtype
+        return KVLayout(groups, dtype, in_pairs=self._ops.kv_in_pairs)
 
     @property
     def feature_sizes(self) -> tuple[int, int]:

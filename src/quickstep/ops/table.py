@@ -223,9 +223,9 @@ class MambaWeights(msgspec.Struct, frozen=True):
 
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
-    their scale (`ops.tensors`). Layers may differ in K and W, never in B and S. V is None where it
-    is the beginning of each K. Owned by the runner; zeroed at allocation, so that masked positions
-    never hold NaN.
+    their scale (`ops.tensors`); or both in pairs (`ops.kv_pairs`). Layers may differ in K and W,
+    never in B and S. V is None where it is the beginning of each K. Owned by the runner; zeroed at
+    allocation, so that masked positions never hold NaN.
 
     `states` are of the layers that keep a state of each sequence, [slots, elements] float32 each
     (`model.decoder_spec.StateSize`).
@@ -240,12 +240,15 @@ class KVCache(msgspec.Struct, frozen=True):
         """K of each layer, then V of those that have one."""
         return (*self.keys, *(tensor for tensor in self.values if tensor is not None))
 
-    def by_shape(self) -> tuple[tuple[AnyTensor, ...], ...]:
-        """The tensors, those of one shape together."""
-        found: dict[tuple[int, ...], list[AnyTensor]] = {}
-        for tensor in self.tensors:
-            found.setdefault(tuple(tensor.shape), []).append(tensor)
-        return tuple(map(tuple, found.values()))
+    def by_shape(self) -> tuple[tuple[tuple[AnyTensor, ...], tuple[AnyTensor, ...]], ...]:
+        """Keys, and their values where they have any, of the layers whose keys have one shape."""
+        found: dict[tuple[int, ...], tuple[list[AnyTensor], list[AnyTensor]]] = {}
+        for keys, values in zip(self.keys, self.values, strict=True):
+            same = found.setdefault(tuple(keys.shape), ([], []))
+            same[0].append(keys)
+            if values is not None:
+                same[1].append(values)
+        return tuple((tuple(keys), tuple(values)) for keys, values in found.values())
 
 
 class LoRAPart(msgspec.Struct, frozen=True):
@@ -997,6 +1000,7 @@ class OpTable(msgspec.Struct, frozen=True):
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
             read from memory: one recorded launch then fits all of them (`runtime.steps.graphs`).
         has_chunks: Whether attention may be in chunks (`AttentionParams.chunk`).
+        kv_in_pairs: Whether a cache of bfloat16 is read faster in pairs (`ops.kv_pairs`).
     """
 
     name: str
@@ -1029,6 +1033,7 @@ class OpTable(msgspec.Struct, frozen=True):
     steps: NativeSteps | None = None
     reads_lengths: bool = False
     has_chunks: bool = True
+    kv_in_pairs: bool = False
     adapter_table: AdapterTableOp | None = None
     ranks: Ranks | None = None
     gate: GateOp | None = None

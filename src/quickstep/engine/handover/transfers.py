@@ -45,8 +45,9 @@ class EngineTransfers:
         self._is_closed = threading.Event()
         self._unbegun: list[tuple[ReceiveOrder | None, Future[ReceiveOrder | None]]] = []
         self.block_bytes = blocks.num_bytes
-        self._sender = KVSender(blocks, fingerprint, self._sent)
-        self._receiver = KVReceiver(blocks, fingerprint, self)
+        form = blocks.fingerprint(fingerprint)
+        self._sender = KVSender(blocks, form, self._sent)
+        self._receiver = KVReceiver(blocks, form, self)
 
     @property
     def address(self) -> KVTarget:

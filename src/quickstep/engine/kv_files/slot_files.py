@@ -112,7 +112,7 @@ class SlotFiles:
             private_directory(directory, source, "tokens of conversations and their KV")
         except OSError as error:
             raise ConfigError(f"{source}, which cannot be used: {error}") from None
-        identity = identity_of(fingerprint, cache.block_size, blocks.num_bytes)
+        identity = identity_of(blocks.fingerprint(fingerprint), cache.block_size, blocks.num_bytes)
         return SlotFiles(directory, identity, scheduler, blocks, clock)
 
     def start(self, changed: Callable[[], None]) -> None:

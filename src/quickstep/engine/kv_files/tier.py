@@ -39,8 +39,9 @@ def open_directory(
     Raises ConfigError if it cannot be used.
     """
     assert cache.kv_cache_dir is not None, "there is a directory"
-    block_bytes = BlockBytes(kv).num_bytes
-    identity = identity_of(fingerprint, cache.block_size, block_bytes)
+    blocks = BlockBytes(kv)
+    block_bytes = blocks.num_bytes
+    identity = identity_of(blocks.fingerprint(fingerprint), cache.block_size, block_bytes)
     directory = KVDirectory.open(Path(cache.kv_cache_dir).expanduser(), identity, block_bytes)
     config = KVTierConfig(
         block_bytes,

@@ -28,8 +28,9 @@ from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.weights import some_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVLayout
+from quickstep.ops.kv_pairs import sizes_of_keys
 from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable, PagedLayout
-from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
+from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.weights import LinearWeight
 
 _LOGGER = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def paged_attention_forward(
     index = module.layer_idx
     assert isinstance(index, int)
     keys, values = step.kv.keys[index], step.kv.values[index]
-    sized_for = (keys.shape[2], head_size_of(keys))
+    sized_for = sizes_of_keys(keys)[2:]
     if k.shape[1:] != sized_for or v.shape[1:] != sized_for:
         raise ConfigError(
             f"{type(module).__name__} has keys {list(k.shape[1:])} and values "
@@ -210,7 +211,7 @@ class TransformersModel:
         self._ops = ops
         self._spec = spec
         self._device, self._dtype = placement
-        self._kv_layout = KVLayout(spec.kv_groups, self._dtype)
+        self._kv_layout = KVLayout(spec.kv_groups, self._dtype, in_pairs=ops.kv_in_pairs)
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
         self._exact = False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
+from quickstep.ops.kv_pairs import in_pairs, sizes_of_keys
 from quickstep.ops.native.library import (
     AttentionCall,
     KVMoveCall,
@@ -26,7 +27,6 @@ from quickstep.ops.tensors import (
     UINT8,
     AnyTensor,
     HostTensor,
-    head_size_of,
     host_dtype,
 )
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEAD_SIZE = 576  # QS_MAX_HEAD_SIZE
+_KV_SLOTS, _KEY_PAIRS, _VALUE_PAIRS = range(3)  # qs_kv_part
 _MAX_TEXT_HEAD_SIZE = 256  # QS_MAX_TEXT_HEAD_SIZE
 
 
@@ -131,11 +132,12 @@ class NativeAttention:
         if v is not None and v_cache is not None:
             assert v_cache.is_contiguous() and k.shape == v.shape
             assert k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
-        dtype, kv_dtype = kernel_dtype(k.dtype), kv_kernel_dtype(k_cache.dtype)
+        dtype, kv_dtype = kernel_dtype(k.dtype), kv_kernel_dtype(k_cache)
         if dtype is None or kv_dtype is None:
             self._reference().write_kv(k, v, k_cache, v_cache, slot_mapping)
             return
-        assert k.shape[1:] == (k_cache.shape[2], head_size_of(k_cache))
+        sizes = sizes_of_keys(k_cache)
+        assert k.shape[1:] == sizes[2:]
         k, v = heads_in_place(k), None if v is None else heads_in_place(v)
         slot_mapping = slot_mapping.contiguous()
         call = KVWriteCall(
@@ -144,7 +146,8 @@ class NativeAttention:
             num_kv_heads=k.shape[1],
             head_size=k.shape[2],
             num_tokens=k.shape[0],
-            num_slots=k_cache.shape[0] * k_cache.shape[1],
+            num_slots=sizes.num_blocks * sizes.block_size,
+            block_size=sizes.block_size,
             k_stride=k.stride(0),
             v_stride=0 if v is None else v.stride(0),
             k=k.data_ptr(),
@@ -160,21 +163,27 @@ class NativeAttention:
     def move_kv(self, kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
         """`OpTable.move_kv`; a slot outside the cache raises EngineError."""
         flat = (ctypes.c_int64 * (2 * len(moves)))(*chain.from_iterable(moves))
-        for caches in kv.by_shape():
-            num_blocks, block_size, num_heads, width = caches[0].shape
-            assert all(cache.is_contiguous() for cache in caches)
-            addresses = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
-            call = KVMoveCall(
-                num_caches=len(caches),
-                slot_bytes=num_heads * width * caches[0].element_size(),
-                num_slots=num_blocks * block_size,
-                num_moves=len(moves),
-                caches=ctypes.addressof(addresses),
-                moves=ctypes.addressof(flat),
-            )
-            status = self._move_kv(ctypes.byref(call))
-            if status:
-                raise_for_status(status, "move_kv")
+        for keys, values in kv.by_shape():
+            sizes = sizes_of_keys(keys[0])
+            parts = (_KEY_PAIRS, _VALUE_PAIRS) if in_pairs(keys[0]) else (_KV_SLOTS, _KV_SLOTS)
+            for part, caches in zip(parts, (keys, values), strict=True):
+                assert all(cache.is_contiguous() for cache in caches)
+                addresses = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
+                call = KVMoveCall(
+                    part=part,
+                    num_kv_heads=sizes.num_kv_heads,
+                    head_size=sizes.head_size,
+                    block_size=sizes.block_size,
+                    num_caches=len(caches),
+                    slot_bytes=keys[0].nbytes // (sizes.num_blocks * sizes.block_size),
+                    num_slots=sizes.num_blocks * sizes.block_size,
+                    num_moves=len(moves),
+                    caches=ctypes.addressof(addresses),
+                    moves=ctypes.addressof(flat),
+                )
+                status = self._move_kv(ctypes.byref(call))
+                if status:
+                    raise_for_status(status, "move_kv")
 
     def paged_attention(
         self,
@@ -186,14 +195,15 @@ class NativeAttention:
         sinks: AnyTensor | None,
     ) -> Tensor:
         """`OpTable.paged_attention`."""
-        dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache.dtype)
+        dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache)
         if dtype is None or kv_dtype is None or q.shape[2] > MAX_HEAD_SIZE:
             return self._reference().paged_attention(q, k_cache, v_cache, layout, params, sinks)
         assert k_cache.is_contiguous() and (v_cache is None) == (params.value_size is not None)
         if v_cache is not None:
             assert v_cache.is_contiguous()
-            assert v_cache.dtype == k_cache.dtype and k_cache.shape == v_cache.shape
-        assert q.shape[2] == head_size_of(k_cache)
+            assert v_cache.dtype == k_cache.dtype and k_cache.nbytes == v_cache.nbytes
+        sizes = sizes_of_keys(k_cache)
+        assert q.shape[2] == sizes.head_size
         assert sinks is None or are_sinks(sinks, q.shape[1])
         q = heads_in_place(q)
         prepared = self._layout
@@ -203,7 +213,7 @@ class NativeAttention:
         call = AttentionCall(
             dtype=dtype,
             num_heads=q.shape[1],
-            num_kv_heads=k_cache.shape[2],
+            num_kv_heads=sizes.num_kv_heads,
             head_size=q.shape[2],
             kv_dtype=kv_dtype,
             value_size=params.value_size or 0,
@@ -211,7 +221,7 @@ class NativeAttention:
             num_rows=len(layout.context_lens),
             block_size=layout.block_size,
             max_blocks=prepared.block_tables.shape[1],
-            num_blocks=k_cache.shape[0],
+            num_blocks=sizes.num_blocks,
             window=params.kernel_window,
             scale=params.scale,
             softcap=params.softcap or 0.0,

@@ -122,6 +122,7 @@ class NativeOps:
             load_linear=NativeLoading(self._library, self._context).load_linear,
             packed_files=NativePackedFiles.of(self._library, self._context),
             move_kv=self._attention.move_kv,
+            kv_in_pairs=True,
             pack_experts=self._experts.pack,
             route=self._experts.route,
             experts=self._experts.experts,

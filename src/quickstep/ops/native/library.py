@@ -102,6 +102,10 @@ class KVMoveCall(ctypes.Structure):
     """`qs_kv_move`."""
 
     _fields_ = (
+        ("part", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int64),
+        ("block_size", c_int64),
         ("num_caches", c_int64),
         ("slot_bytes", c_int64),
         ("num_slots", c_int64),
@@ -121,6 +125,7 @@ class KVWriteCall(ctypes.Structure):
         ("head_size", c_int32),
         ("num_tokens", c_int64),
         ("num_slots", c_int64),
+        ("block_size", c_int64),
         ("k_stride", c_int64),
         ("v_stride", c_int64),
         ("k", c_void_p),

@@ -22,6 +22,7 @@ import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.ops.block_grids import block_grid
+from quickstep.ops.kv_pairs import in_pairs
 from quickstep.ops.native.library import QuantizeCall, QuantizedWeightCall, raise_for_status
 from quickstep.ops.tensors import (
     BFLOAT16,
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
 # qs_dtype of csrc/quickstep.h, by the type's text
 _KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
 
-# what a KV cache may hold: qs_kv_dtype adds int8, and int4 in bytes
+# what a KV cache may hold: qs_kv_dtype adds int8, int4 in bytes, and bfloat16 in pairs
 _KV_DTYPES = {**_KERNEL_DTYPES, str(INT8): 3, str(UINT8): 4}
+_BF16_PAIRS = 5
 
 
 def kernel_dtype(dtype: DType | torch.dtype) -> int | None:
@@ -60,9 +62,9 @@ def kernel_dtype(dtype: DType | torch.dtype) -> int | None:
     return _KERNEL_DTYPES.get(str(dtype))
 
 
-def kv_kernel_dtype(dtype: DType | torch.dtype) -> int | None:
-    """`qs_kv_dtype`; None for a type that no native KV cache holds."""
-    return _KV_DTYPES.get(str(dtype))
+def kv_kernel_dtype(cache: AnyTensor) -> int | None:
+    """`qs_kv_dtype` of keys or values; None for a type that no native KV cache holds."""
+    return _BF16_PAIRS if in_pairs(cache) else _KV_DTYPES.get(str(cache.dtype))
 
 
 def plain_dtype(number: int) -> DType:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from msgspec.structs import replace
 
+from quickstep.ops.kv_pairs import sizes_of_keys
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
 from quickstep.ops.native.experts import MAX_PER_TOKEN, PackedExperts
 from quickstep.ops.native.library import (
@@ -597,7 +598,8 @@ class NativeRecorder:
         if slot_mapping is not self._layout.slot_mapping:
             raise NotCapturable("KV is written to other slots than the step's")
         caches, kv_dtype = self._caches(k_cache, v_cache)
-        num_slots = k_cache.shape[0] * k_cache.shape[1]
+        sizes = sizes_of_keys(k_cache)
+        num_slots = sizes.num_blocks * sizes.block_size
         self._tape.record(
             OpKind.WRITE_KV,
             k,
@@ -612,7 +614,7 @@ class NativeRecorder:
 
     def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor | None) -> tuple[tuple[int, int], int]:
         """The addresses of a layer's caches (0 for none), and how they hold heads."""
-        kv_dtype = kv_kernel_dtype(k_cache.dtype)
+        kv_dtype = kv_kernel_dtype(k_cache)
         if kv_dtype is None:
             raise NotCapturable(f"there is no native KV cache of {k_cache.dtype}")
         values = 0 if v_cache is None else self._tape.fixed(v_cache, k_cache.dtype)
@@ -639,14 +641,20 @@ class NativeRecorder:
         inputs = (self._tape.heads(q), *caches, sinks_at)
         tail = (q.shape[1], params.value_size or q.shape[2])
         out = self._tape.new(tail, q.dtype, self._tape.rows_of(q))
-        num_blocks, _, num_kv_heads, _ = k_cache.shape
+        sizes = sizes_of_keys(k_cache)
         self._tape.record(
             OpKind.ATTENTION,
             q,
             inputs,
             (out,),
             Numbers(
-                size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.kernel_window),
+                size=(
+                    q.shape[1],
+                    sizes.num_kv_heads,
+                    q.shape[2],
+                    sizes.num_blocks,
+                    params.kernel_window,
+                ),
                 stride=(q.stride(0), params.value_size or 0),
                 scalar=(params.scale, params.softcap or 0.0),
                 option=kv_dtype,

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from quickstep.ops.kv_pairs import keys_at, set_keys, set_values, sizes_of_keys, values_at
 from quickstep.ops.reference.exact_math import (
     exp_nonpositive,
     power_of_two,
@@ -59,7 +60,9 @@ def paged_attention(
     params: AttentionParams,
     sinks: AnyTensor | None,
 ) -> Tensor:
-    """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D], or as wide as values are."""
+    """Q [T, H, D], caches [B, S, K, W] or in pairs, sinks [H] -> [T, H, D], or as wide as values
+    are.
+    """
     out = q.new_empty(*q.shape[:2], params.value_size or q.shape[2])
     caches = (to_torch(k_cache), None if v_cache is None else to_torch(v_cache))
     sinks = None if sinks is None else to_torch(sinks)
@@ -73,7 +76,7 @@ def _groups(
     q: Tensor, k_cache: Tensor, layout: PagedLayout, params: AttentionParams
 ) -> Iterator[_Group]:
     """Rows of one token together, by context length; longer rows separately, in runs of queries."""
-    (num_heads, head_size), num_kv_heads = q.shape[1:], k_cache.shape[2]
+    (num_heads, head_size), num_kv_heads = q.shape[1:], sizes_of_keys(k_cache).num_kv_heads
     starts = layout.row_offsets
     lengths = [stop - start for start, stop in pairwise(starts)]
     single = sorted(
@@ -141,7 +144,7 @@ def _attend(
 ) -> Tensor:
     """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads are split as [K, H / K], last next to Q."""
     num_rows, num_queries, num_heads, head_size = q.shape
-    num_kv_heads = caches[0].shape[2]
+    num_kv_heads = sizes_of_keys(caches[0]).num_kv_heads
     per_kv_head = num_heads // num_kv_heads
     q = q.view(num_rows, num_queries, num_kv_heads, per_kv_head, head_size)
     q = q.permute(0, 2, 3, 1, 4).flatten(2, 3).double()  # [G, K, H / K * Q, D]
@@ -154,7 +157,7 @@ def _attend(
         for start in group.tile_starts
     ]  # per tile [G, 1, H / K * Q, L]
     scores = [
-        _scores(q, _gather(caches[0], tile), params).masked_fill_(mask, -torch.inf)
+        _scores(q, _heads(keys_at(caches[0], tile)), params).masked_fill_(mask, -torch.inf)
         for tile, mask in zip(slots, hidden, strict=True)
     ]
     peak = torch.stack([tile.amax(-1) for tile in scores]).amax(0).unsqueeze(-1)
@@ -165,8 +168,8 @@ def _attend(
         p = round_to_multiple(exp_nonpositive(score - peak), _PROBABILITY_QUANTUM)
         p.masked_fill_(mask, 0.0)
         total += p.sum(-1, keepdim=True)
-        held = caches[0] if caches[1] is None else caches[1]
-        out += _weighted_values(p, mask, _gather(held, tile)[..., :value_size])
+        held = keys_at(caches[0], tile) if caches[1] is None else values_at(caches[1], tile)
+        out += _weighted_values(p, mask, _heads(held)[..., :value_size])
     if sinks is None:
         out /= total
     else:
@@ -219,9 +222,9 @@ def _hidden(positions: Tensor, start: int, params: AttentionParams) -> Tensor:
     return hidden if params.window is None else hidden | (distance >= params.window)
 
 
-def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Cache [B, S, K, W] at slots [G, L] -> [G, K, L, D] in fp64."""
-    return read_heads(cache.view(-1, *cache.shape[2:])[slots]).transpose(1, 2)
+def _heads(held: Tensor) -> Tensor:
+    """What a cache holds of some slots, [G, L, K, W] -> [G, K, L, D] in fp64."""
+    return read_heads(held).transpose(1, 2)
 
 
 def _scores(q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:
@@ -248,10 +251,12 @@ def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 def move_kv(kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
     """Copy flat KV slots of all layers in order, each pair from its first to its second."""
-    for cache in map(to_torch, kv.tensors):
-        slots = cache.view(-1, *cache.shape[2:])
-        for source, target in moves:
-            slots[target] = slots[source]
+    pairs = [torch.tensor(pair) for pair in moves]
+    for keys, values in zip(kv.keys, kv.values, strict=True):
+        for source, target in pairs:
+            set_keys(to_torch(keys), target, keys_at(to_torch(keys), source))
+            if values is not None:
+                set_values(to_torch(values), target, values_at(to_torch(values), source))
 
 
 def write_kv(
@@ -261,9 +266,11 @@ def write_kv(
     v_cache: AnyTensor | None,
     slot_mapping: Tensor,
 ) -> None:
-    """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
-    for heads, held in ((k, k_cache), (v, v_cache)):
-        if heads is None or held is None:
-            continue
-        cache = to_torch(held)
-        cache.view(-1, *cache.shape[2:])[slot_mapping] = store_heads(heads, cache.dtype)
+    """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] or in pairs, at the flat slots
+    slot_mapping [T].
+    """
+    keys = to_torch(k_cache)
+    set_keys(keys, slot_mapping, store_heads(k, keys.dtype))
+    if v is not None and v_cache is not None:
+        values = to_torch(v_cache)
+        set_values(values, slot_mapping, store_heads(v, values.dtype))

@@ -47,8 +47,8 @@ def move_kv(kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
     num_slots = kv.keys[0].shape[0] * kv.keys[0].shape[1]
     if not 0 <= min(map(min, moves)) <= max(map(max, moves)) < num_slots:
         raise EngineError(f"KV is moved to or from a slot outside the cache's {num_slots}")
-    for tensors in kv.by_shape():
-        caches = [to_torch(cache) for cache in tensors]
+    for keys, values in kv.by_shape():
+        caches = [to_torch(cache) for cache in keys + values]
         assert all(cache.is_contiguous() for cache in caches)
         addresses = [cache.data_ptr() for cache in caches]
         assert not any(address % 16 for address in addresses), "as allocators align tensors"

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 from quickstep.errors import EngineError
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import Array, HostTensor, to_numpy
@@ -19,12 +21,19 @@ class BlockBytes:
             if not isinstance(tensor, HostTensor) and tensor.device.type != "cpu":
                 raise EngineError("KV blocks are moved on CPUs only")
             arrays.append(to_numpy(tensor))
+        self._form = repr([(array.shape[1:], str(array.dtype)) for array in arrays])
         self._layers = [array.reshape(array.shape[0], -1).view("u1") for array in arrays]
 
     @property
     def num_bytes(self) -> int:
         """Of one block."""
         return sum(layer.shape[1] for layer in self._layers)
+
+    def fingerprint(self, of_model: str) -> str:
+        """A digest over the model's fingerprint and the shape of a block in each layer: an engine
+        that has the same may read the blocks.
+        """
+        return blake2b(f"{of_model}\0{self._form}".encode(), digest_size=16).hexdigest()
 
     def of(self, block_id: int) -> list[memoryview]:
         """The block in each layer, K then V if it has one, to be read or written."""

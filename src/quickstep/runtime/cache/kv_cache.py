@@ -14,6 +14,7 @@ import numpy as np
 
 from quickstep.model.interface import KVLayout
 from quickstep.model.sizing import NO_STATES, StateMemory
+from quickstep.ops.kv_pairs import CacheSizes, fits_pairs, pair_shapes
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import (
     FLOAT32,
@@ -41,25 +42,30 @@ def allocate_kv(
     device: torch.device | Device,
     states: StateMemory = NO_STATES,
 ) -> KVCache:
-    """K and V of each layer, [B, S, K, W], zeroed: attention may load positions that it masks. On a
-    GPU there is one block more, to which recorded steps write their padding. Layers that keep a
-    state have the slots of `states`.
+    """K and V of each layer, zeroed: attention may load positions that it masks. They are
+    [B, S, K, W], or in pairs where the layout has these and their sizes allow them. On a GPU there
+    is one block more, to which recorded steps write their padding. Layers that keep a state have
+    the slots of `states`.
     """
     num_blocks += device.type != "cpu"
-
-    def tensor(heads: tuple[int, int]) -> AnyTensor:
-        return _zeros((num_blocks, block_size, *heads), layout.dtype, device)
-
-    values = tuple(
-        tensor(heads) if size.has_values else None
-        for size, heads in zip(layout.sizes, layout.head_shapes, strict=True)
-    )
+    keys: list[AnyTensor] = []
+    values: list[AnyTensor | None] = []
+    for size, heads in zip(layout.sizes, layout.head_shapes, strict=True):
+        shapes: tuple[tuple[int, ...], tuple[int, ...]] = ((num_blocks, block_size, *heads),) * 2
+        if (
+            layout.in_pairs
+            and size.has_values
+            and fits_pairs(layout.dtype, block_size, size.head_size)
+        ):
+            shapes = pair_shapes(CacheSizes(num_blocks, block_size, *heads))
+        keys.append(_zeros(shapes[0], layout.dtype, device))
+        values.append(_zeros(shapes[1], layout.dtype, device) if size.has_values else None)
     float32 = FLOAT32 if isinstance(layout.dtype, DType) else torch_dtype(FLOAT32)
     kept = tuple(
         _zeros((states.num_slots, size.num_elements(states.num_records)), float32, device)
         for size in layout.states
     )
-    return KVCache(tuple(map(tensor, layout.head_shapes)), values, kept)
+    return KVCache(tuple(keys), tuple(values), kept)
 
 
 def _zeros(
