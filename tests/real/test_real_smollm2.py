@@ -97,8 +97,9 @@ def test_an_answer_in_a_batch_is_the_answer_of_batch_size_1(llm: LLM) -> None:
 
 
 def test_it_answers_and_ends_its_answer(llm: LLM) -> None:
-    (answer,) = llm.chat(_chats()[:1], _greedy())
-    assert answer.outputs[0].text == "The capital of France is Paris."
+    question = QUESTIONS.index("Name three primary colors.")  # no near tie at any level of kernels
+    (answer,) = llm.chat([_chats()[question]], _greedy())
+    assert answer.outputs[0].text == "The primary colors are:\n\nRed (R)\nBlue (B)\nYellow (Y)"
     assert answer.outputs[0].finish_reason == "stop"
 
 
