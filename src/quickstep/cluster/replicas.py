@@ -9,10 +9,9 @@ engine's process ends, its requests continue on another one, or on its successor
 with the tokens that its client has already (`Request.resumed`), and its deltas go to the same
 stream. The same request gives the same bits on every replica, so that a client cannot notice it.
 
-A request may be what ends an engine that computes it. After `max_deaths` such ends in a row without
-a new token it is ended; if there are several such requests, each is tried once more, as the only
-one of them on its engine. A request that only waited is not suspected, but moves at most
-`max_moves` times in a row: a process may end before it reports what it begins.
+A request may be what ends an engine that computes it: `cluster.suspects`. One that only waited is
+not suspected, but moves at most `max_moves` times in a row: a process may end before it reports
+what it begins.
 
 While no engine serves, requests wait here (`cluster.parked`), and when none will serve again they
 end. Everything runs in the event loop that called `open`.
@@ -36,6 +35,7 @@ from typing import IO, Literal
 from msgspec.structs import replace
 
 from quickstep.cluster.parked import ParkedRequests
+from quickstep.cluster.suspects import causes_of, is_suspect
 from quickstep.config import ReplicaConfig, StreamConfig
 from quickstep.core.accounting import added
 from quickstep.core.handover import Phases, assign, can_hand_over
@@ -98,8 +98,12 @@ class ReplicaSet:
         self._streams = streams
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
-        self._trials: dict[int, str] = {}  # by engine: the request that may have ended others
-        self._watching = OwnedTasks(_LOGGER)  # those trials
+        self._trials: dict[int, str] = {}  # by engine: the suspect that it computes
+        # by engine: requests that others have ended with, and that wait for its first token
+        self._unproven: dict[int, set[str]] = {
+            number: set() for number in range(config.num_engines)
+        }
+        self._watching = OwnedTasks(_LOGGER)  # these
         self._clock = clock
         self._intake = RequestIntake(open_seeds(seed), self)
         self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
@@ -413,12 +417,8 @@ class ReplicaSet:
         number = self._engines.index(engine)
         self._router.lost_cache(number)
         tried = self._trials.pop(number, None)
-        suspects = {
-            lost.request.request_id
-            for lost in requests
-            if lost.was_computed and self._is_suspect(lost)
-        }
-        causes = suspects if len(suspects) == 1 else suspects & {tried}
+        self._unproven[number].clear()
+        causes = causes_of(requests, tried, self._max_deaths)
         for lost in requests:
             if self._is_stopping:
                 stopped = EngineDied("the engine was stopped")
@@ -434,8 +434,7 @@ class ReplicaSet:
         self._place_parked()
 
     def _is_suspect(self, lost: LostRequest) -> bool:
-        """Whether a request may be what ends engines."""
-        return lost.num_deaths >= self._max_deaths
+        return is_suspect(lost, self._max_deaths)
 
     def _end_as_cause(self, lost: LostRequest, num: int) -> None:
         why = f"{num} engine processes ended in a row while they computed it"
@@ -705,9 +704,11 @@ class ReplicaSet:
                 if not any(map(self._will_take, same)):
                     error = EngineDied("the engine ended, and its successor has other weights")
                     self._parked.end(lost, FinishReason.ERROR, error)
-            if self._is_suspect(lost):
-                # its trial ends with a token, for which its reader has to be ready
+            if lost.num_deaths:
                 takers = [number for number in takers if number not in self._trials]
+            if self._is_suspect(lost):
+                takers = [number for number in takers if not self._unproven[number]]
+                # its trial ends with a token, for which its reader has to be ready
                 if lost.is_paused:
                     continue
             if not takers:
@@ -730,7 +731,10 @@ class ReplicaSet:
         engine, request_id = self._engines[number], request.request_id
         engine.submit(request, lost.stream, lost)
         if self._is_suspect(lost):
-            self._try(number, request_id)
+            self._trials[number] = request_id
+        if lost.num_deaths and not lost.is_paused:  # which may get no token for long
+            self._unproven[number].add(request_id)
+            self._watching.start(self._watch_unproven(number, request_id))
         if lost.is_paused:
             engine.pause(request_id)
         if not request.resumed:
@@ -741,16 +745,16 @@ class ReplicaSet:
             "request %s continues on replica %d after %d tokens", request_id, number, num_tokens
         )
 
-    def _try(self, number: int, request_id: str) -> None:
-        """Let no other suspected request onto an engine before this one has got a token."""
-        self._trials[number] = request_id
-        self._watching.start(self._watch_trial(number, request_id))
-
-    async def _watch_trial(self, number: int, request_id: str) -> None:
+    async def _watch_unproven(self, number: int, request_id: str) -> None:
+        """A request's first token on an engine shows that it does not end it: what was not to be
+        there with it is placed.
+        """
         while self._engines[number].waits_for_token(request_id):
             await asyncio.sleep(_POLL_S)
-        if self._trials.get(number) == request_id:  # its engine has not ended
-            del self._trials[number]
+        if request_id in self._unproven[number]:  # else the engine has ended
+            self._unproven[number].discard(request_id)
+            if self._trials.get(number) == request_id:
+                del self._trials[number]
         self._place_parked()
 
 

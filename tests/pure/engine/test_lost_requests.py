@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.cluster.parked import ParkedRequests
+from quickstep.cluster.suspects import causes_of
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.streams import LostRequest, RemoteStreams
 from quickstep.engine.stream import Stream
@@ -125,3 +126,36 @@ def test_a_continuation_without_an_engine_has_the_time_that_is_left() -> None:
 
     beam = replace(REQUEST, timeout_s=900.0, received_s=0.0, is_continuation=True)
     assert asyncio.run(is_parked(beam))
+
+
+@pytest.mark.parametrize(
+    ("num_deaths", "tried", "causes"),
+    [
+        ({"a": 1}, None, set()),
+        ({"a": 2}, None, {"a"}),
+        ({"a": 2, "b": 1}, None, set()),  # either may be it
+        ({"a": 2, "b": 2}, None, set()),  # each is tried
+        ({"a": 3, "b": 1}, "a", {"a"}),
+        ({"a": 2, "waited": 0, "has a token": 1}, None, {"a"}),
+        ({"b": 1, "has a token": 2}, None, set()),
+    ],
+)
+def test_the_only_one_that_may_have_ended_an_engine_is_the_cause(
+    num_deaths: dict[str, int], tried: str | None, causes: set[str]
+) -> None:
+    def lost(name: str, num: int) -> LostRequest:
+        request = replace(REQUEST, request_id=name)
+        return LostRequest(
+            Stream(request, Owner()),
+            request,
+            "fingerprint",
+            num_deaths=num,
+            was_computed=num > 0,
+            got_token=name == "has a token",
+        )
+
+    async def found() -> set[str]:
+        requests = [lost(name, num) for name, num in num_deaths.items()]
+        return causes_of(requests, tried, max_deaths=2)
+
+    assert asyncio.run(found()) == causes

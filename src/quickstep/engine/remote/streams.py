@@ -33,6 +33,7 @@ class LostRequest(msgspec.Struct, frozen=True):
         num_moves: How many engine processes have ended with it, in a row without a new token.
         num_deaths: How many of those had begun to compute it, so that it may have ended them.
         was_computed: Whether the last one had.
+        got_token: Whether that one had given it a token.
         num_engines: How many engines, or processes of one, had accepted it.
         is_paused: Its reader is too slow.
     """
@@ -43,6 +44,7 @@ class LostRequest(msgspec.Struct, frozen=True):
     num_moves: int = 0
     num_deaths: int = 0
     was_computed: bool = False
+    got_token: bool = False
     num_engines: int = 0
     is_paused: bool = False
 
@@ -320,6 +322,7 @@ class RemoteStreams:
             num_moves=(0 if is_new else live.before.num_moves) + has_ended,
             num_deaths=(0 if is_new else live.before.num_deaths) + was_computed,
             was_computed=was_computed,
+            got_token=is_new,
             num_engines=live.before.num_engines + bool(resumed.resumed),
             is_paused=request_id in self._paused,
         )
