@@ -19,6 +19,9 @@ PYTEST_WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 4 --dist worksteal
 PIP_BASE := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_BASE) -c constraints.txt
+# What builds the kernels is in the environment itself: with pip's own, which is another one each time,
+# every object would be compiled again (by `make test` those of `make demo`, and all after any change).
+BUILD_TOOLS := scikit-build-core $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 # Prints what `.[dev]` needs.
 REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")'
@@ -77,13 +80,15 @@ $(MODULES): FORCE | $(BIN)/python
 	@find src -name '*.py' | sort > $@.new; cmp -s $@.new $@ || cp $@.new $@; rm $@.new
 
 $(SMALL): $(SOURCES) $(MODULES) | $(BIN)/python
-	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -C cmake.define.QUICKSTEP_FOR_TESTS=OFF -e .
+	$(PIP) $(BUILD_TOOLS)
+	$(PIP) --no-build-isolation -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -C cmake.define.QUICKSTEP_FOR_TESTS=OFF -e .
 	@touch $@
 
 # The kernels are compiled while pip gets the packages, which takes one core and is to have it at once.
 $(READY): $(SOURCES) $(MODULES) | $(BIN)/python
 	$(BIN)/python -c $(REQUIREMENTS) > $(VENV)/requirements.txt
-	nice $(PIP) --no-deps -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -C cmake.define.QUICKSTEP_FOR_TESTS=ON -e . & \
+	$(PIP) $(BUILD_TOOLS)
+	nice $(PIP) --no-deps --no-build-isolation -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -C cmake.define.QUICKSTEP_FOR_TESTS=ON -e . & \
 	$(PIP) -r $(VENV)/requirements.txt; installed=$$?; wait $$! && exit $$installed
 	@touch $@ $(SMALL)
 
