@@ -1,10 +1,10 @@
 // Where an element is in a KV cache in pairs (QS_BF16_PAIRS), whose blocks have S positions (a multiple
 // of 16) of K heads of D elements (an even number):
 //
-//   keys     [B][K][D / 2][S][2]   a word is two neighbouring elements of a position
-//   values   [B][K][S / 2][D][2]   a word is an element of two neighbouring positions
+//   keys     [B][K][D / 2][S][2]   a pair is two neighbouring elements of a position
+//   values   [B][K][S / 2][D][2]   a pair is an element of two neighbouring positions
 //
-// These are the words that dot products of bfloat16 take, 16 positions or elements next to each other, so
+// These are the operands that dot products of bfloat16 take, 16 positions or elements next to each other, so
 // attention reads a head's block without transposing it, and in one piece. `ops.kv_pairs` is the same in
 // Python.
 #pragma once
@@ -18,7 +18,7 @@ namespace qs {
 
 constexpr int64_t kPairPositions = 16;  // a block's positions are a multiple of it
 
-// Indices of elements; a word is two.
+// Indices of elements; a pair is two.
 struct KVPairs {
   int64_t num_kv_heads, head_size, block_size;
 

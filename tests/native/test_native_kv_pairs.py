@@ -63,9 +63,9 @@ def table(name: str, num_threads: int = 2) -> OpTable:
 def pairs_of(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [B, S, K, D] in pairs, by the definition: nothing of the code under test."""
     blocks, positions, heads, elements = keys.shape
-    words = keys.view(blocks, positions, heads, elements // 2, 2).permute(0, 2, 3, 1, 4)
+    pairs = keys.view(blocks, positions, heads, elements // 2, 2).permute(0, 2, 3, 1, 4)
     twos = values.view(blocks, positions // 2, 2, heads, elements).permute(0, 3, 1, 4, 2)
-    return words.contiguous(), twos.contiguous()
+    return pairs.contiguous(), twos.contiguous()
 
 
 def caches(heads: tuple[int, int, int], block_size: int) -> tuple[Tensor, Tensor, Tensor]:

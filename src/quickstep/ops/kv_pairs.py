@@ -1,7 +1,7 @@
 """KV caches in pairs: the order in which native kernels on CPUs read bfloat16 (`csrc/kv_pairs.h`).
 
-    keys     [B, K, D / 2, S, 2]   a word is two neighbouring elements of a position
-    values   [B, K, S / 2, D, 2]   a word is an element of two neighbouring positions
+    keys     [B, K, D / 2, S, 2]   a pair is two neighbouring elements of a position
+    values   [B, K, S / 2, D, 2]   a pair is an element of two neighbouring positions
 
 Any other cache has a row for each position, [B, S, K, W] (`ops.table.KVCache`). The number of
 dimensions says which one a tensor is. A row of the one and of the other hold the same elements.
@@ -32,8 +32,8 @@ class CacheSizes(NamedTuple):
 
 def fits_pairs(dtype: DType | torch.dtype, block_size: int, head_size: int) -> bool:
     """Whether keys and values of these sizes may be in pairs."""
-    are_words = head_size % 2 == 0 and head_size <= _MAX_HEAD_SIZE
-    return are_words and block_size % _POSITIONS == 0 and host_dtype(dtype) == BFLOAT16
+    has_pairs = head_size % 2 == 0 and head_size <= _MAX_HEAD_SIZE
+    return has_pairs and block_size % _POSITIONS == 0 and host_dtype(dtype) == BFLOAT16
 
 
 def pair_shapes(sizes: CacheSizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -51,8 +51,8 @@ def in_pairs(cache: AnyTensor) -> bool:
 def sizes_of_keys(keys: AnyTensor) -> CacheSizes:
     """The sizes of a cache whose keys these are."""
     if in_pairs(keys):
-        blocks, heads, words, positions, _ = keys.shape
-        return CacheSizes(blocks, positions, heads, 2 * words)
+        blocks, heads, num_pairs, positions, _ = keys.shape
+        return CacheSizes(blocks, positions, heads, 2 * num_pairs)
     blocks, positions, heads, _ = keys.shape
     return CacheSizes(blocks, positions, heads, head_size_of(keys))
 
