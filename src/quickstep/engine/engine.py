@@ -632,7 +632,7 @@ class Engine:
             self._slot_files.follow_steps()
         self._live.deliver(outcome.outputs, now)
         self._step_log.add_step(outcome.record)
-        if self._fits is not None:
+        if self._fits is not None and now >= self._fits.due_s:
             self._fits.tick(now)
 
     async def _recover(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -187,13 +188,16 @@ class FitSaver:
     """Saves the fit of a running engine. Owned by the engine; called in its event loop.
 
     `file` is None where nothing is stored.
+
+    Attributes:
+        due_s: `tick` does nothing before.
     """
 
     def __init__(self, model: LinearCostModel, file: FitFile | None) -> None:
         self._model = model
         self._file = file
         self._num_saved = model.num_steps
-        self._due_s: float | None = None
+        self.due_s = -math.inf
         self._saving: asyncio.Future[None] | None = None
 
     @staticmethod
@@ -210,15 +214,14 @@ class FitSaver:
 
     def tick(self, now: float) -> None:
         """Save in a thread if some minutes have passed since the last time."""
-        if self._due_s is None:
-            self._due_s = now + _SAVE_EVERY_S
-        elif now >= self._due_s:
-            self._due_s = now + _SAVE_EVERY_S
-            if self._saving is None or self._saving.done():
-                fit = self._new_fit()
-                if fit is not None:
-                    loop = asyncio.get_running_loop()
-                    self._saving = loop.run_in_executor(None, self._write, fit)
+        if now < self.due_s:
+            return
+        is_first, self.due_s = self.due_s == -math.inf, now + _SAVE_EVERY_S
+        if not is_first and (self._saving is None or self._saving.done()):
+            fit = self._new_fit()
+            if fit is not None:
+                loop = asyncio.get_running_loop()
+                self._saving = loop.run_in_executor(None, self._write, fit)
 
     async def close(self) -> None:
         """Save what is new."""
