@@ -328,8 +328,10 @@ def test_streams_leave_a_host_whose_cable_was_pulled(
         tasks = [asyncio.create_task(output(server, request, begun))]
         await begun.wait()
         other = replace(request, request_id="r2")
-        tasks.append(asyncio.create_task(output(server, other)))
-        await until(lambda: server.engines[1].num_live)
+        other_begun = asyncio.Event()
+        tasks.append(asyncio.create_task(output(server, other, other_begun)))
+        await other_begun.wait()
+        assert server.engines[1].num_live
         link.pull()
         await until(lambda: not server.engines[1].is_serving)
         first, second = await asyncio.gather(*tasks)
