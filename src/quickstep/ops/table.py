@@ -477,6 +477,16 @@ class PackLinearOp(Protocol):
     def __call__(self, weight: AnyTensor, bias: AnyTensor | None, /) -> LinearWeight: ...
 
 
+class PackPartOp(Protocol):
+    """`PackLinearOp` of some outputs of a matrix that has `num_outputs` in all: they get the bits
+    that the complete matrix gives them.
+    """
+
+    def __call__(
+        self, weight: AnyTensor, bias: AnyTensor | None, num_outputs: int, /
+    ) -> LinearWeight: ...
+
+
 class PackQuantizedOp(Protocol):
     """`PackLinearOp` of a quantized weight, for activations of any dtype; `LinearOp` then quantizes
     them as well, per token and group of the weight.
@@ -995,6 +1005,7 @@ class OpTable(msgspec.Struct, frozen=True):
         text_attention: None where `ops.reference.text_attention` computes it.
         adapter_table: None where adapters cannot be recorded.
         packed_files: None where packed weights are not kept in files.
+        pack_part: None where the bits of an output do not depend on how many others there are.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         latent: None where there are no kernels of attention over latents.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
@@ -1024,6 +1035,7 @@ class OpTable(msgspec.Struct, frozen=True):
     kernel_s: Callable[[], float] | None = None
     load_linear: LoadLinearOp | None = None
     packed_files: PackedFiles | None = None
+    pack_part: PackPartOp | None = None
     pack_experts: PackExpertsOp | None = None
     route: RouteOp | None = None
     experts: ExpertsOp | None = None
