@@ -19,6 +19,7 @@ from quickstep.ops.collective import CollectiveRanks, open_gloo
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.ranks import RankMemory
 from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import CPU, torch_device
 
 _Result = TypeVar("_Result")
 STAGE_BYTES = 4096  # so that larger results are gathered in parts
@@ -49,7 +50,7 @@ def run_ranks(
                 ops = replace(ops, ranks=ranks)
             elif size > 1:
                 group = open_gloo(str(store), rank, size)
-                ops = replace(ops, ranks=CollectiveRanks(group, ranks))
+                ops = replace(ops, ranks=CollectiveRanks(group, ranks, torch_device(CPU)))
             checkpoint, spec, shard = Checkpoint(path, "m"), read_spec(path), Shard(rank, size)
             model = load_model(checkpoint, spec, ops, load, on_host=on_host, shard=shard)
             assert isinstance(model, Decoder)

@@ -22,9 +22,14 @@ from paged_driver import PagedDriver
 from rank_threads import run_ranks
 from triton.runtime import interpreter
 
+from adapter_files import ALL, write_adapter
 from quickstep.config import LoadConfig
+from quickstep.model.adapters.checkpoint import open_adapter
 from quickstep.model.decoder import Decoder
-from quickstep.ops.table import OpTable
+from quickstep.model.sharding import Shard, shard_adapter
+from quickstep.model.spec import read_spec
+from quickstep.ops.table import LoRAAdapter, OpTable
+from quickstep.ops.tensors import BFLOAT16
 from quickstep.ops.triton import linear
 from quickstep.ops.triton.backend import load_triton
 
@@ -55,18 +60,21 @@ def table() -> OpTable | None:
     return load_triton(torch.device("cpu"))
 
 
-def logits_of(model: Decoder, _: int) -> list[np.ndarray[Any, Any]]:
-    """Of two prompts in chunks, then of decode steps."""
-    driver = PagedDriver(model)
-    rows = [driver.open(prompt) for prompt in random_prompts((9, 3), model.vocab_size)]
+def logits_of(
+    model: Decoder, _: int, adapter: LoRAAdapter | None = None
+) -> list[np.ndarray[Any, Any]]:
+    """Of two prompts in chunks, then of decode steps; the second one has the adapter."""
+    prompts = random_prompts((9, 3), model.vocab_size)
+    driver = PagedDriver(model, adapters={id(prompts[1]): adapter})
+    rows = [driver.open(prompt) for prompt in prompts]
     steps = [[(rows[0], 5)], [(rows[0], 3), (rows[1], 2)], [(rows[0], 1), (rows[1], 1)]]
     return [part.numpy() for work in steps for part in driver.step(work)]
 
 
-def assert_same(path: Path, size: int, **options: Any) -> None:
+def assert_same(path: Path, size: int, run: Any = logits_of, **options: Any) -> None:
     load = LoadConfig(str(path), **options)
-    (expected,) = run_ranks(path, load, 1, logits_of, make_ops=table)
-    found, *_ = run_ranks(path, load, size, logits_of, store=path / "store", make_ops=table)
+    (expected,) = run_ranks(path, load, 1, run, make_ops=table)
+    found, *_ = run_ranks(path, load, size, run, store=path / "store", make_ops=table)
     assert all(map(np.array_equal, expected, found))
 
 
@@ -103,3 +111,17 @@ def test_ranks_of_a_mixture_of_experts(name: str, tmp_path: Path) -> None:
     chunk = {"attention_chunk_size": 256} if name == "llama4" else {}  # kernels have no chunks
     replace(case, values=case.values | chunk).save(tmp_path)
     assert_same(tmp_path, 2, dtype="bfloat16")
+
+
+def test_ranks_with_an_adapter(tmp_path: Path) -> None:
+    Case("wide", "Llama", WIDE).save(tmp_path)
+    spec = read_spec(tmp_path)
+    write_adapter(tmp_path / "adapter", spec, (*ALL, "embed_tokens", "lm_head"), rank=5)
+    modules = open_adapter(tmp_path / "adapter", spec, 8).read(BFLOAT16, {}).modules
+
+    def with_adapter(model: Decoder, rank: int) -> list[np.ndarray[Any, Any]]:
+        size = 1 if model.ops.ranks is None else 2
+        part = shard_adapter(modules, spec, Shard(rank, size))
+        return logits_of(model, rank, model.ops.pack_lora(part))
+
+    assert_same(tmp_path, 2, with_adapter, dtype="bfloat16")

@@ -717,7 +717,7 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
         raise ConfigError(
             f"{option} runs on CPUs: no ranks have met over NCCL yet; leave --device out"
         )
-    if planned.ops.steps is None and (load.pipeline_parallel_size > 1 or config.lora is not None):
+    if planned.ops.steps is None and load.pipeline_parallel_size > 1:
         raise ConfigError(f"{needs} the native kernels: leave --kernels out")
     cores = usable_cores()
     if load.num_ranks > (load.num_threads or cores):

@@ -14,9 +14,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quickstep.errors import EngineError
-from quickstep.ops.tensors import TensorT, integers_on
+from quickstep.ops.tensors import HostTensor, TensorT, integers_on, to_numpy
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from quickstep.ops.native.ranks import NativeRanks
@@ -51,11 +52,12 @@ def open_gloo(store_path: str, rank: int, size: int) -> Group:
 
 
 class CollectiveRanks:
-    """One rank's end of a group of torch's. Used by one thread at a time."""
+    """One rank's end of a group of torch's, on `device`. Used by one thread at a time."""
 
-    def __init__(self, group: Group, messages: NativeRanks) -> None:
+    def __init__(self, group: Group, messages: NativeRanks, device: torch.device) -> None:
         self.messages = messages
         self._group = group
+        self._device = device
         self._rank, self._size = messages.rank, messages.size
         self._spans: dict[tuple[range, int], tuple[range, ...]] = {}  # of all ranks, by our own
         self._waited_s = 0.0
@@ -67,14 +69,10 @@ class CollectiveRanks:
 
     def gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
         """`Ranks.gather`. Raises EngineError."""
-        import torch
-
-        assert isinstance(x, torch.Tensor)
-        spans = self._spans_of(own, num_columns, x)
-        out = x.new_empty((x.shape[0], num_columns))
-        for span, part in zip(spans, self._parts(x, max(map(len, spans))), strict=True):
-            out[:, span.start : span.stop] = part[:, : len(span)]
-        return out
+        if isinstance(x, HostTensor):
+            gathered = self._gathered(x.to_torch().to(self._device), own, num_columns)
+            return HostTensor(to_numpy(gathered), x.dtype)
+        return self._gathered(x, own, num_columns)
 
     def gather_logits(self, x: TensorT, own: range, vocab_size: int) -> TensorT:
         """`Ranks.gather_logits`. Raises EngineError."""
@@ -89,22 +87,33 @@ class CollectiveRanks:
         """`Ranks.gather_rows`. Raises EngineError."""
         out = x.new_empty(x.shape)
         # the number of rows of an embedding is the same in all calls: it may be any key
-        spans = self._spans_of(own, 0, x)
+        spans = self._spans_of(own, 0)
         for span, part in zip(spans, self._parts(x, x.shape[1]), strict=True):
             is_theirs = (token_ids >= span.start) & (token_ids < span.stop)
             out = out.where(~is_theirs.unsqueeze(1), part)
         return out
 
-    def _spans_of(self, own: range, num_columns: int, like: Tensor) -> tuple[range, ...]:
-        """Which part each rank has where ours is `own`: exchanged once for each."""
-        import torch
+    def _gathered(self, x: Tensor, own: range, num_columns: int) -> Tensor:
+        spans = self._spans_of(own, num_columns)
+        out = x.new_empty((x.shape[0], num_columns))
+        for span, part in zip(spans, self._parts(x, max(map(len, spans))), strict=True):
+            out[:, span.start : span.stop] = part[:, : len(span)]
+        return out
 
+    def _spans_of(self, own: range, num_columns: int) -> tuple[range, ...]:
+        """Which part each rank has where ours is `own`: exchanged once for each."""
         found = self._spans.get((own, num_columns))
         if found is None:
-            bounds = integers_on(like.device, (own.start, own.stop), torch.int64)[None]
-            pairs = [part.tolist()[0] for part in self._parts(bounds, 2)]
+            pairs = self._integers(own.start, own.stop)
             found = self._spans[own, num_columns] = tuple(range(*pair) for pair in pairs)
         return found
+
+    def _integers(self, *own: int) -> list[list[int]]:
+        """What each rank has passed, as many as the others."""
+        import torch
+
+        sent = integers_on(self._device, own, torch.int64)[None]
+        return [part.tolist()[0] for part in self._parts(sent, len(own))]
 
     def _parts(self, x: Tensor, width: int) -> list[Tensor]:
         """x [T, n <= width] of every rank, [T, width] each; what is added has any value."""

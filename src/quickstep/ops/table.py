@@ -299,14 +299,16 @@ class LoRAPart(msgspec.Struct, frozen=True):
         return tuple(tensor for tensor in found if tensor is not None)
 
 
-class LoRAAdapter(msgspec.Struct, frozen=True):
+class LoRAAdapter(msgspec.Struct, frozen=True, weakref=True):
     """An adapter in the layout of the implementation that made it (`OpTable.pack_lora`).
 
-    Only that implementation reads `data`; `nbytes` counts it.
+    Only that implementation reads `data`; `nbytes` counts it. `number` names it in other processes
+    that hold a part of it; 0 where there are none.
     """
 
     data: object
     nbytes: int
+    number: int = 0
 
 
 class LoRAMapping(msgspec.Struct, frozen=True):

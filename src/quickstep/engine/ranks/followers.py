@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.engine.ranks.messages import (
     FROM_RANK,
@@ -33,7 +34,6 @@ from quickstep.engine.ranks.messages import (
 from quickstep.engine.remote.launch import Launched, launch
 from quickstep.engine.remote.opening import WireMessage
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
 
 _LOGGER = logging.getLogger(__name__)
@@ -261,11 +261,9 @@ class DividedAdapters:
         """Our part, once the others have theirs. Raises EngineError when a process is lost."""
         ours, theirs = self._divide(modules)
         own = self._pack(ours)
-        assert isinstance(own.data, PackedLoRA), "adapters are in dtypes of the kernels"
-        # ranks of our own part have numbered it already
-        number = own.data.number or next(self._numbers)
-        self._followers.hold_adapter(number, theirs)
-        own.data.number = number
-        finalizer = weakref.finalize(own.data, self._followers.drop_adapter, number)
+        if not own.number:  # else ranks of our own part have numbered it
+            own = replace(own, number=next(self._numbers))
+        self._followers.hold_adapter(own.number, theirs)
+        finalizer = weakref.finalize(own, self._followers.drop_adapter, own.number)
         finalizer.atexit = False
         return own

@@ -34,7 +34,7 @@ from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.native.ranks import NativeRanks, RankMemory
 from quickstep.ops.native.steps import NativeSteps
 from quickstep.ops.table import LoRAPart, OpTable, Ranks
-from quickstep.ops.tensors import Array
+from quickstep.ops.tensors import CPU, Array, torch_device
 from quickstep.runtime.steps.pipeline import StageLinks
 from quickstep.runtime.steps.ranked import RankWork
 
@@ -235,7 +235,8 @@ def exchange_of(messages: NativeRanks, store_path: str) -> Ranks:
     """
     if not store_path:
         return messages
-    return CollectiveRanks(open_gloo(store_path, messages.rank, messages.size), messages)
+    group = open_gloo(store_path, messages.rank, messages.size)
+    return CollectiveRanks(group, messages, torch_device(CPU))
 
 
 def _log() -> LogSetup:

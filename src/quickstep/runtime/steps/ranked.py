@@ -17,13 +17,13 @@ from contextlib import suppress
 import numpy as np
 
 from quickstep.errors import EngineError
+from quickstep.model.adapters.lora_modules import on_device
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.collective import CollectiveRanks
 from quickstep.ops.native.library import MessageCall, StepCall
-from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
+from quickstep.ops.table import LoRAAdapter, LoRAPart
 from quickstep.ops.tensors import INT64, AnyTensor, Array, DType, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.divided import DividedSteps, PreparedCall
@@ -115,7 +115,7 @@ class RankedSteps:
     def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
         """`DividedSteps.logits_with`."""
         hidden = hidden.contiguous()
-        number = 0 if adapter is None else _number(adapter)
+        number = 0 if adapter is None else adapter.number
         self._ranks.post(RankWork.LOGITS, (hidden.shape[0], number), data=hidden)
         return self._own.logits_with(hidden, adapter)
 
@@ -127,27 +127,23 @@ class RankedSteps:
 
 def adapter_numbers(adapters: Iterable[LoRAAdapter | None]) -> list[int]:
     """By which other processes know the adapters; 0 for none."""
-    return [0 if adapter is None else _number(adapter) for adapter in adapters]
-
-
-def _number(adapter: LoRAAdapter) -> int:
-    assert isinstance(adapter.data, PackedLoRA)
-    return adapter.data.number
+    return [0 if adapter is None else adapter.number for adapter in adapters]
 
 
 class HeldAdapters:
-    """A process's parts of LoRA adapters, by the numbers by which steps name them.
+    """A process's parts of a model's LoRA adapters, by the numbers by which steps name them.
 
     `hold` and `drop` may be called by another thread than the one that computes.
     """
 
-    def __init__(self, ops: OpTable) -> None:
-        self._ops = ops
+    def __init__(self, model: Decoder) -> None:
+        self._ops = model.ops
+        self._device = model.device
         self._adapters: dict[int, LoRAAdapter] = {}
 
     def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
         """Pack this process's part of an adapter."""
-        self._adapters[number] = self._ops.pack_lora(modules)
+        self._adapters[number] = self._ops.pack_lora(on_device(modules, self._device))
 
     def drop(self, number: int) -> None:
         """Free an adapter that no later step names."""
@@ -162,7 +158,7 @@ class RankFollower:
     """Another rank: computes what rank 0 posts, until it closes or is lost."""
 
     def __init__(self, model: Decoder, steps: DividedSteps, ranks: NativeRanks) -> None:
-        self.adapters = HeldAdapters(model.ops)
+        self.adapters = HeldAdapters(model)
         dtype = host_dtype(model.kv_layout.dtype)
         assert dtype is not None, "a dtype of the kernels"
         self._model = model
