@@ -15,11 +15,11 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.loader import load_model
 from quickstep.model.sharding import Shard
 from quickstep.model.spec import read_spec
-from quickstep.ops.collective import CollectiveRanks, open_gloo
+from quickstep.ops.collective import open_ranks
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.ranks import RankMemory
 from quickstep.ops.table import OpTable
-from quickstep.ops.tensors import CPU, torch_device
+from quickstep.ops.tensors import CPU
 
 _Result = TypeVar("_Result")
 STAGE_BYTES = 4096  # so that larger results are gathered in parts
@@ -49,8 +49,7 @@ def run_ranks(
             if size > 1 and store is None:
                 ops = replace(ops, ranks=ranks)
             elif size > 1:
-                group = open_gloo(str(store), rank, size)
-                ops = replace(ops, ranks=CollectiveRanks(group, ranks, torch_device(CPU)))
+                ops = replace(ops, ranks=open_ranks(str(store), ranks, CPU))
             checkpoint, spec, shard = Checkpoint(path, "m"), read_spec(path), Shard(rank, size)
             model = load_model(checkpoint, spec, ops, load, on_host=on_host, shard=shard)
             assert isinstance(model, Decoder)

@@ -72,8 +72,8 @@ class ChosenRows(ABC):
 
     def num_rows(self, names: Sequence[str]) -> int | None:
         """How many rows these tensors have in all; None where `rows_of` takes all of them."""
-        counted = [self.rows_of(name) for name in names]
-        return sum(one[1] for one in counted if one is not None) if None not in counted else None
+        found = [numbered for name in names if (numbered := self.rows_of(name)) is not None]
+        return sum(count for _, count in found) if len(found) == len(names) else None
 
     def _rows(self, names: Sequence[str]) -> list[range] | None:
         """The rows of these tensors one below the other; None for all."""

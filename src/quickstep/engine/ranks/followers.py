@@ -70,10 +70,16 @@ class Followers:
         self._holding: dict[int, int] = {}  # those that have not yet packed an adapter, by number
         self._dropped: deque[int] = deque()  # adapters that they may free
 
-    @property
-    def failure(self) -> str:
-        """Why no step can run any more; "" while one can."""
-        return self._failure
+    def check(self) -> None:
+        """Raise ConfigError once one has ended or cannot load its part."""
+        if self._failure:
+            raise ConfigError(self._failure)
+
+    def failure_within(self, timeout_s: float) -> str:
+        """Why no step can run any more; "" if one still can after this time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure, timeout_s)
+            return self._failure
 
     @property
     def numbers(self) -> Collection[int]:
@@ -111,8 +117,7 @@ class Followers:
         """What each says of its part, once all have theirs. Raises ConfigError if one has not."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._has_opened())
-            if self._failure:
-                raise ConfigError(self._failure)
+            self.check()
             return dict(self._opened)
 
     def _has_opened(self) -> bool:
