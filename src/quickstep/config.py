@@ -602,7 +602,7 @@ class LoadConfig(msgspec.Struct, frozen=True):
         int,
         Option(
             "processes that compute every step together, each with a part of the weights and of "
-            "--threads; same bits",
+            "--threads, or with a GPU of its own from --device on; same bits",
             Kind.COUNT,
             aliases=("-tp", "--tp-size", "--tp"),
             bounds=AllowedRange(1, 64),

@@ -110,9 +110,31 @@ def test_a_mixture_of_experts_has_the_outputs_of_one_process(tmp_path: Path) -> 
     assert not ranks()
 
 
-def test_ranks_of_torch_have_the_outputs_of_one_process(folder: Path) -> None:
-    options = {"kernels": "reference"}
+@pytest.mark.parametrize("lora_dtype", [None, "auto", "int8"])
+def test_ranks_of_torch_have_the_outputs_of_one_process(
+    folder: Path, lora_dtype: str | None
+) -> None:
+    options: dict[str, Any] = {"kernels": "reference"}
+    if lora_dtype is not None:
+        options |= {"enable_lora": True, "lora_dtype": lora_dtype}
     assert outputs(folder, {}, **options) == outputs(folder, RANKS, **options)
+    assert not ranks()
+
+
+def test_ranks_of_triton_with_adapters_have_the_outputs_of_one_process(folder: Path) -> None:
+    """Interpreted, in processes of their own, as they run on GPUs."""
+    pytest.importorskip("triton")
+
+    def few_outputs(split: dict[str, int]) -> list[Any]:
+        options = {"kernels": "triton", "enable_lora": True, "num_threads": 2}
+        with LLM(str(folder / "base"), dtype="bfloat16", **options, **split) as llm:
+            params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+            adapters = [LoRARequest("a1", 1, str(folder / "a1")), None]
+            answers = llm.generate(["abc", "12"], params, use_tqdm=False, lora_request=adapters)
+            return [answer.outputs[0].token_ids for answer in answers]
+
+    one = few_outputs({})
+    assert one == few_outputs(RANKS)
     assert not ranks()
 
 
@@ -197,10 +219,6 @@ def test_verify_refuses_to_compare_ranks_with_as_many() -> None:
         ({"pipeline_parallel_size": 9}, "the model has 2 layers; each stage needs one"),
         ({"pipeline_parallel_size": 2, "use_kv_cache": False}, "leave --no-kv-cache out"),
         ({"pipeline_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
-        (
-            {"tensor_parallel_size": 2, "kernels": "reference", "enable_lora": True},
-            "needs the native kernels",
-        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

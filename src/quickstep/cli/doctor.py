@@ -172,10 +172,13 @@ def _gpu_facts(with_speed: bool) -> dict[str, Any]:
         return {"present": False}
     import torch
 
+    from quickstep.ops.collective import has_nccl
+
     if not torch.cuda.is_available():
         return {"present": False}
     driver = driver_version(_text("/proc/driver/nvidia/version"))
     facts: dict[str, Any] = {"present": True, "cuda": torch.version.cuda, "driver": driver}
+    facts["nccl"] = has_nccl()  # over which ranks exchange their parts
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         name = f"cuda:{index}"

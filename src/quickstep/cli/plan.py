@@ -255,8 +255,8 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
         times = "are predicted"
         console.print(_range_text(plan.evidence, plan.range), markup=False)
     console.print(
-        f"Step times {times}; Quickstep divides models over processes of CPUs only, so "
-        "splits over several GPUs show what they would give.",
+        f"Step times {times}; Quickstep has not run on several GPUs yet, so splits over them show "
+        "what they would give.",
         markup=False,
     )
     verdict = plan.verdict
@@ -375,8 +375,8 @@ def _print_comparison(console: Console, query: PlanQuery, compared: list[Paralle
     )
     console.print(
         "\nQuickstep itself runs replicas everywhere, and on CPUs tensor and pipeline parallelism, "
-        "and prompts\non other engines (--prefill, --decode). Of several GPUs for one model, this "
-        "is a plan.",
+        "and prompts\non other engines (--prefill, --decode). It has not run on several GPUs yet: "
+        "of these, this is a plan.",
         markup=False,
     )
     if query.spec.moe is not None:

@@ -34,7 +34,7 @@ from quickstep.config import (
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.engine.retrieval.card import Retrieval, Scoring, read_retrieval
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, EngineError
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_pooling
@@ -88,6 +88,8 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 
 # A start waits so long for CUDA graphs, of which the first ones compile the kernels.
 _MOST_CAPTURE_S = 60.0
+# Until a lost process has been noticed, whose parts were missing before.
+_FAILURE_S = 5.0
 
 _LOADING = (
     "quickstep.model.checkpoint.weights",
@@ -156,9 +158,14 @@ def open_engine(
     gc.disable()  # imported objects and weights stay: scanning them is a tenth of the time
     try:
         return _open_engine(config, progress, step_log_path, with_template, processes)
-    except BaseException:
+    except BaseException as error:
+        reason = ""
         if processes is not None:
+            if isinstance(error, EngineError):  # as what they exchange ends with one of them
+                reason = processes.failure_within(_FAILURE_S)
             processes.close()
+        if reason:
+            raise ConfigError(reason) from error
         raise
     finally:
         if collects:
@@ -196,9 +203,10 @@ def _open_engine(
             progress(num_bytes, total_bytes)
 
     loaded = load_weights(config, report, checkpoint, processes)
-    model = loaded.model
-    plan = measured_plan(config, model, loaded.kv_layout, loaded.plan)
-    loaded = replace(loaded, plan=plan)
+    if processes is None:
+        measured = measured_plan(config, loaded.model, loaded.kv_layout, loaded.plan)
+        loaded = replace(loaded, plan=measured)
+    model, plan = loaded.model, loaded.plan
     block_size = config.cache.block_size
     kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     load_s = time.monotonic() - started_s
@@ -526,8 +534,9 @@ def load_weights(
     checkpoint: Checkpoint | None = None,
     processes: ModelProcesses | None = None,
 ) -> LoadedWeights:
-    """Find, plan and load what `config` names; of several processes, this one's part. The others
-    are started as soon as it is known what fits. Raises ConfigError.
+    """Find, plan and load what `config` names; of several processes, this one's part, with a plan
+    that fits all of them. The others are started as soon as it is known what fits. Raises
+    ConfigError.
     """
     from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
     from quickstep.engine.speculation import draft_sizes
@@ -573,6 +582,8 @@ def load_weights(
         # the pinned ones first, so that the others are checked against what these leave
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
+    if processes is not None:
+        plan = measured_plan(config, model, kv_layout, plan)  # which all ranks call
     return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
 
 
@@ -615,6 +626,12 @@ def load_with_processes(config: EngineConfig, plan: MemoryPlan, processes: Model
     model = _load_planned(config, planned, plan, processes, None)
     if config.lora is not None:
         _base_biases(model, processes)
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    measured = measured_plan(config, model, kv_layout, plan)
+    if measured.num_blocks < plan.num_blocks:
+        raise ConfigError(
+            f"a device has memory for {measured.num_blocks} KV blocks, {plan.num_blocks} are needed"
+        )
     processes.wait_opened(model.fingerprint)
     return model
 
@@ -639,7 +656,7 @@ def _load_planned(
 
     checkpoint, spec, ops = planned.checkpoint, planned.spec, planned.ops
     if processes is not None:
-        ops = processes.start(config, plan, spec, ops)
+        ops = processes.start(config, plan, spec, ops, planned.device)
     part = _own_part(processes)
     packed = _packed_loading(config, planned, ops, part)
     if packed is not None:
@@ -712,13 +729,13 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
         option = f"--pipeline-parallel-size {load.pipeline_parallel_size}"
         if not config.scheduler.use_kv_cache:
             raise ConfigError(f"{option} needs the KV cache: leave --no-kv-cache out")
-    needs = f"{option} needs"
     if planned.device.type != "cpu":
-        raise ConfigError(
-            f"{option} runs on CPUs: no ranks have met over NCCL yet; leave --device out"
-        )
-    if planned.ops.steps is None and (load.pipeline_parallel_size > 1 or config.lora is not None):
-        raise ConfigError(f"{needs} the native kernels: leave --kernels out")
+        if load.pipeline_parallel_size > 1:
+            raise ConfigError(f"{option} runs on CPUs only: use --device cpu, or leave it out")
+        _check_gpus(planned.device, load.tensor_parallel_size)
+        return
+    if planned.ops.steps is None and load.pipeline_parallel_size > 1:
+        raise ConfigError(f"{option} needs the native kernels: leave --kernels out")
     cores = usable_cores()
     if load.num_ranks > (load.num_threads or cores):
         _LOGGER.warning(
@@ -727,6 +744,24 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
             load.num_ranks,
             load.num_threads or cores,
         )
+
+
+def _check_gpus(first: Device, size: int) -> None:
+    """Refuse ranks that have no GPU each, or cannot exchange. Raises ConfigError."""
+    from quickstep.model.checkpoint.placement import check_num_devices
+    from quickstep.ops.collective import has_nccl
+
+    check_num_devices(first, size)
+    if not has_nccl():
+        raise ConfigError(
+            f"--tensor-parallel-size {size} needs NCCL, which this build of torch lacks; use "
+            "--device cpu"
+        )
+    _LOGGER.warning(
+        "ranks on several GPUs have been tested on CPUs only: compare them with one GPU by "
+        "`quickstep verify MODEL --tensor-parallel-size %d --against 1`",
+        size,
+    )
 
 
 def _check_moved_kv(config: EngineConfig, planned: _Planned, what: str, options: str) -> None:
@@ -760,16 +795,24 @@ def open_rank(
     from quickstep.model.loader import load_model
     from quickstep.model.sharding import Shard
     from quickstep.model.stages import Stage
+    from quickstep.runtime.executors.out_of_memory import is_out_of_memory
     from quickstep.runtime.steps.ranked import RankFollower
 
     planned = _planned(config, None, stage * memory.size + rank)
     spec, ops = planned.spec, planned.ops
     ranks = steps_of_messages(ops).ranks(memory, rank)
-    ops, on_host = replace(ops, ranks=exchange_of(ranks, store_path)), not planned.why_torch
+    exchange = exchange_of(ranks, store_path, planned.device)
+    ops, on_host = replace(ops, ranks=exchange), not planned.why_torch
     part = Shard(rank, memory.size), Stage(stage, config.load.pipeline_parallel_size)
-    model = load_model(
-        planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, *part
-    )
+    sizes = plan.max_model_len, on_host, *part
+    try:
+        model = load_model(planned.checkpoint, spec, ops, config.load, None, *sizes)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"{config.load.device} has too little free memory for its part of the model: {error}"
+        ) from None
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize and part[1].size == 1:
         from quickstep.runtime.cache.kv_probe import probed_logits
@@ -778,6 +821,7 @@ def open_rank(
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
     if config.lora is not None:
         _own_biases(model, part[0])
+    plan = measured_plan(config, model, kv_layout, plan)
     decoder, steps = _open_part(config, spec, model, kv_layout, plan)
     return RankFollower(decoder, steps, ranks)
 
@@ -851,23 +895,28 @@ def plan_for(
     drafts: Sequence[DraftSizes] = (),
 ) -> MemoryPlan:
     """What fits into the memory that is free now, next to `drafts`; `held_bytes` is the size
-    of quantized weights, `adapter_bytes` that of the adapters.
+    of quantized weights, `adapter_bytes` that of the adapters. Ranks on GPUs have a part of the
+    model in the memory of each.
 
     Raises:
         ConfigError: The model does not fit.
     """
+    from quickstep.model.sharding import planned_part
     from quickstep.model.sizing import DEFAULT_KV_BYTES, ElementBytes, plan_memory
 
+    elements = ElementBytes(
+        dtype.itemsize,
+        ops.scratch_bytes,
+        config.load.quantization,
+        config.cache.kv_dtype,
+        held_bytes,
+        adapter_bytes,
+    )
+    if device.type != "cpu" and config.load.tensor_parallel_size > 1:
+        spec, elements = planned_part(spec, elements, config.load.tensor_parallel_size)
     return plan_memory(
         spec,
-        ElementBytes(
-            dtype.itemsize,
-            ops.scratch_bytes,
-            config.load.quantization,
-            config.cache.kv_dtype,
-            held_bytes,
-            adapter_bytes,
-        ),
+        elements,
         config.cache,
         _for_texts(
             replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
@@ -892,18 +941,25 @@ def measured_plan(
     config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
 ) -> MemoryPlan:
     """On a GPU, the plan with the activations of the largest step, measured before the KV cache is
-    allocated; no prompt then needs more.
+    allocated; no prompt then needs more. Ranks, which all call it, take the KV blocks for which
+    each of them has memory.
     """
-    if model.device.type != "cuda":
+    from quickstep.model.decoder import Decoder
+
+    if model.device.type != "cuda" or not isinstance(model, Decoder):
         return plan
+    return _fitted_plan(config, model, kv_layout, plan)
+
+
+def _fitted_plan(
+    config: EngineConfig, model: Decoder, kv_layout: KVLayout, plan: MemoryPlan
+) -> MemoryPlan:
     import torch
 
-    from quickstep.model.decoder import Decoder
     from quickstep.model.sizing import KVBlockSize, with_measured_activations
+    from quickstep.ops.collective import CollectiveRanks
     from quickstep.runtime.activation_probe import measured_activation_bytes
 
-    if not isinstance(model, Decoder):
-        return plan
     block_size = config.cache.block_size
     sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len
     try:
@@ -918,7 +974,9 @@ def measured_plan(
         held_bytes = sum(row.num_bytes for row in plan.rows if row.label in ("weights", "adapters"))
         free_bytes = min(free_bytes, config.memory_bytes - held_bytes)
     block = KVBlockSize(block_size, kv_layout.bytes_per_token * block_size)
-    measured = with_measured_activations(plan, measured_bytes, free_bytes, block)
+    ranks = model.ops.ranks
+    least = ranks.least if isinstance(ranks, CollectiveRanks) else None
+    measured = with_measured_activations(plan, measured_bytes, free_bytes, block, least)
     for note in measured.notes[len(plan.notes) :]:
         _LOGGER.info("%s", note)
     return measured

@@ -7,7 +7,7 @@ in order (`ReorderedRows`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Rows of a tensor in order, and the number of all its rows.
 NumberedRows = tuple[tuple[range, ...], int]
+# How many rows tensors have in all; None of tensors that are complete.
+NumRows = Callable[[Sequence[str]], int | None]
 
 
 class ChosenRows(ABC):
@@ -67,6 +69,11 @@ class ChosenRows(ABC):
         matrix = self._source.stored(names, floating=floating)
         rows = self._rows(names)
         return matrix if matrix is None or rows is None else stored_rows(matrix, rows)
+
+    def num_rows(self, names: Sequence[str]) -> int | None:
+        """How many rows these tensors have in all; None where `rows_of` takes all of them."""
+        found = [numbered for name in names if (numbered := self.rows_of(name)) is not None]
+        return sum(count for _, count in found) if len(found) == len(names) else None
 
     def _rows(self, names: Sequence[str]) -> list[range] | None:
         """The rows of these tensors one below the other; None for all."""

@@ -49,7 +49,7 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
-from quickstep.model.chosen_rows import ReorderedRows, row_orders
+from quickstep.model.chosen_rows import NumRows, ReorderedRows, row_orders
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import (
     AltUp,
@@ -207,10 +207,12 @@ def _load_model(
     stored = _open_source(weights, *_places(dtype, device, on_host), report)
     if orders := row_orders(spec):
         stored = ReorderedRows(stored, orders)
+    num_rows: NumRows | None = None
     if shard.size > 1:
-        stored = ShardedSource(stored, spec, weights.names, shard)
+        stored = sharded = ShardedSource(stored, spec, weights.names, shard)
+        num_rows = sharded.num_rows
     source = quantizing(stored, load.quantization, weights.names, ops)
-    names, part = weights.loaded_names(), (shard, stage)
+    names, part = weights.loaded_names(), (shard, stage, num_rows)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, *part)
 
 
@@ -353,22 +355,33 @@ def build_decoder(
     fingerprint: Callable[[], str],
     shard: Shard = _COMPLETE,
     stage: Stage = _ONE_STAGE,
+    num_rows: NumRows | None = None,
 ) -> Decoder:
     """Pack the tensors of `source`, layer by layer, for a spec that they fit.
 
-    `fingerprint` is called when they are packed.
+    `fingerprint` is called when they are packed. `num_rows`: see `_Packing`.
     """
-    weights = _Packing(spec, ops, source, stage).decoder(names)
+    weights = _Packing(spec, ops, source, stage, num_rows).decoder(names)
     device = weights.final_norm.device
     ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
     return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint(), shard, stage=stage)
 
 
 class _Packing:
-    """Reads tensors in the order of the schema and packs them for the op table."""
+    """Reads tensors in the order of the schema and packs them for the op table. `num_rows` are
+    those of the complete matrices, where the reader has a rank's part of them.
+    """
 
-    def __init__(self, spec: ModelSpec, ops: OpTable, reader: TensorSource, stage: Stage) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: OpTable,
+        reader: TensorSource,
+        stage: Stage,
+        num_rows: NumRows | None = None,
+    ) -> None:
         self._spec = spec
+        self._num_rows = num_rows
         self._stage = stage
         self._ops = ops
         self._reader = reader
@@ -687,14 +700,20 @@ class _Packing:
         load = self._ops.load_linear
         stored = None if load is None else self._reader.stored(names)
         if load is None or stored is None:
-            return self._pack(self._reader.linear(names), bias)
+            num_rows = None if self._num_rows is None else self._num_rows(names)
+            return self._pack(self._reader.linear(names), bias, num_rows)
         return load(stored, bias)
 
     def _pack(
-        self, weight: AnyTensor | QuantizedWeight, bias: AnyTensor | None = None
+        self,
+        weight: AnyTensor | QuantizedWeight,
+        bias: AnyTensor | None = None,
+        num_rows: int | None = None,
     ) -> LinearWeight:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
+        if num_rows is not None and self._ops.pack_part is not None:
+            return self._ops.pack_part(weight, bias, num_rows)
         return self._ops.pack_linear(weight, bias)
 
 

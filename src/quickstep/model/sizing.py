@@ -11,7 +11,7 @@ its widest point, and three copies of the sampled logits in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -394,10 +394,15 @@ def _notes_on_positions(spec: ModelSpec, context: int) -> Iterator[str]:
 
 
 def with_measured_activations(
-    plan: MemoryPlan, measured_bytes: int, free_bytes: int, block: KVBlockSize
+    plan: MemoryPlan,
+    measured_bytes: int,
+    free_bytes: int,
+    block: KVBlockSize,
+    least: Callable[[int], int] | None = None,
 ) -> MemoryPlan:
     """The plan with the activations of a step that ran, and a tenth of them in reserve for graphs
-    and fragments; `free_bytes` are free now. Fewer blocks, if all of them would not fit.
+    and fragments; `free_bytes` are free now. Fewer blocks, if all of them would not fit. `least`:
+    of the blocks that fit on the devices of several ranks.
     """
     reserve = max(measured_bytes // 10, MEASURED_RESERVE_BYTES)
     activations = measured_bytes + reserve
@@ -405,6 +410,8 @@ def with_measured_activations(
     free_bytes -= sum(row.num_bytes for row in plan.rows if row.label in later)
     fitting = max(1, (free_bytes - activations) // block.num_bytes)
     num_blocks = min(plan.num_blocks, fitting)
+    if least is not None:
+        num_blocks = least(num_blocks)
     notes = list(plan.notes)
     if num_blocks < plan.num_blocks:
         notes.append(

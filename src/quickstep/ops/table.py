@@ -299,14 +299,16 @@ class LoRAPart(msgspec.Struct, frozen=True):
         return tuple(tensor for tensor in found if tensor is not None)
 
 
-class LoRAAdapter(msgspec.Struct, frozen=True):
+class LoRAAdapter(msgspec.Struct, frozen=True, weakref=True):
     """An adapter in the layout of the implementation that made it (`OpTable.pack_lora`).
 
-    Only that implementation reads `data`; `nbytes` counts it.
+    Only that implementation reads `data`; `nbytes` counts it. `number` names it in other processes
+    that hold a part of it; 0 where there are none.
     """
 
     data: object
     nbytes: int
+    number: int = 0
 
 
 class LoRAMapping(msgspec.Struct, frozen=True):
@@ -475,6 +477,16 @@ class PackLinearOp(Protocol):
     """Weight [N, C] and bias [N] in the layout of the implementation. Called once at load."""
 
     def __call__(self, weight: AnyTensor, bias: AnyTensor | None, /) -> LinearWeight: ...
+
+
+class PackPartOp(Protocol):
+    """`PackLinearOp` of some outputs of a matrix that has `num_outputs` in all: they get the bits
+    that the complete matrix gives them.
+    """
+
+    def __call__(
+        self, weight: AnyTensor, bias: AnyTensor | None, num_outputs: int, /
+    ) -> LinearWeight: ...
 
 
 class PackQuantizedOp(Protocol):
@@ -995,6 +1007,7 @@ class OpTable(msgspec.Struct, frozen=True):
         text_attention: None where `ops.reference.text_attention` computes it.
         adapter_table: None where adapters cannot be recorded.
         packed_files: None where packed weights are not kept in files.
+        pack_part: None where the bits of an output do not depend on how many others there are.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         latent: None where there are no kernels of attention over latents.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
@@ -1024,6 +1037,7 @@ class OpTable(msgspec.Struct, frozen=True):
     kernel_s: Callable[[], float] | None = None
     load_linear: LoadLinearOp | None = None
     packed_files: PackedFiles | None = None
+    pack_part: PackPartOp | None = None
     pack_experts: PackExpertsOp | None = None
     route: RouteOp | None = None
     experts: ExpertsOp | None = None

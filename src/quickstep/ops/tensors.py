@@ -262,6 +262,11 @@ def to_numpy(x: AnyTensor) -> Array:
     return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
 
 
+def on_host(x: AnyTensor) -> AnyTensor:
+    """The same elements in memory of the host: x itself if it is there."""
+    return x if isinstance(x, HostTensor) else x.cpu()
+
+
 def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
     """Floating point in float64, as an array of the same shape on the host."""
     if isinstance(x, HostTensor):

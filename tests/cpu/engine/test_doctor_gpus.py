@@ -20,9 +20,11 @@ def two_gpus(monkeypatch):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_every_gpu_has_its_name_memory_and_capability():
+def test_every_gpu_has_its_name_memory_and_capability(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     facts = doctor.collect_facts(with_bandwidth=False)["gpu"]
     assert facts["present"]
+    assert facts["nccl"] is False
     for name in ("cuda:0", "cuda:1"):
         assert facts[name] == "Some GPU"
         assert facts[f"{name}_total_bytes"] == 80 << 30

@@ -114,7 +114,7 @@ def test_any_other_value_is_refused_in_one_sentence(
         ("serve --ctx-size 100", "--ctx-size 100 is a flag of llama.cpp; give --max-model-len 100"),
         ("serve m -c 100", "-c 100 is a flag of llama.cpp; give --max-model-len 100"),
         ("serve --ctx-size", "give --max-model-len N"),
-        ("serve --decode-context-parallel-size 2", "divide a model; on GPUs"),
+        ("serve --decode-context-parallel-size 2", "divides a model, on CPUs"),
         ("serve --decode_context_parallel_size=2", "--decode_context_parallel_size 2 is a flag"),
         ("serve --gpu-memory-utilization 0.9", "give --memory-bytes SIZE"),
         ("serve --gpu-layers 3", "all layers are on one device"),

@@ -18,8 +18,8 @@ _NUMBER = re.compile(r"-?\d+(\.\d*)?")
 _REQUESTS = "requests set it, and the checkpoint's generation_config.json the defaults"
 _TEXT_ONLY = "models are text only"
 _ONE_DEVICE = (
-    "on CPUs, --tensor-parallel-size and --pipeline-parallel-size divide a model; on GPUs, start a "
-    "server for each, with --device cuda:N"
+    "--tensor-parallel-size divides a model, on CPUs --pipeline-parallel-size, too; for a model on "
+    "each GPU, start a server for each, with --device cuda:N"
 )
 _FORMATS = "formats are recognized; --quantization quantizes while loading"
 _POSITIONS = "--max-model-len and --allow-long-context scale the positions"

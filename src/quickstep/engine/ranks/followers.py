@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.engine.ranks.messages import (
     FROM_RANK,
@@ -33,7 +34,6 @@ from quickstep.engine.ranks.messages import (
 from quickstep.engine.remote.launch import Launched, launch
 from quickstep.engine.remote.opening import WireMessage
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
 
 _LOGGER = logging.getLogger(__name__)
@@ -70,10 +70,16 @@ class Followers:
         self._holding: dict[int, int] = {}  # those that have not yet packed an adapter, by number
         self._dropped: deque[int] = deque()  # adapters that they may free
 
-    @property
-    def failure(self) -> str:
-        """Why no step can run any more; "" while one can."""
-        return self._failure
+    def check(self) -> None:
+        """Raise ConfigError once one has ended or cannot load its part."""
+        if self._failure:
+            raise ConfigError(self._failure)
+
+    def failure_within(self, timeout_s: float) -> str:
+        """Why no step can run any more; "" if one still can after this time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure, timeout_s)
+            return self._failure
 
     @property
     def numbers(self) -> Collection[int]:
@@ -111,8 +117,7 @@ class Followers:
         """What each says of its part, once all have theirs. Raises ConfigError if one has not."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._has_opened())
-            if self._failure:
-                raise ConfigError(self._failure)
+            self.check()
             return dict(self._opened)
 
     def _has_opened(self) -> bool:
@@ -261,11 +266,9 @@ class DividedAdapters:
         """Our part, once the others have theirs. Raises EngineError when a process is lost."""
         ours, theirs = self._divide(modules)
         own = self._pack(ours)
-        assert isinstance(own.data, PackedLoRA), "adapters are in dtypes of the kernels"
-        # ranks of our own part have numbered it already
-        number = own.data.number or next(self._numbers)
-        self._followers.hold_adapter(number, theirs)
-        own.data.number = number
-        finalizer = weakref.finalize(own.data, self._followers.drop_adapter, number)
+        if not own.number:  # else ranks of our own part have numbered it
+            own = replace(own, number=next(self._numbers))
+        self._followers.hold_adapter(own.number, theirs)
+        finalizer = weakref.finalize(own, self._followers.drop_adapter, own.number)
         finalizer.atexit = False
         return own

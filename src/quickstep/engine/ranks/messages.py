@@ -45,7 +45,8 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True):
     def tensor(self) -> HostTensor:
         """The tensor again."""
         dtype = find_dtype(self.dtype)
-        elements = np.frombuffer(self.content, dtype=dtype.storage).reshape(self.shape)
+        content = bytearray(self.content)  # torch may wrap it
+        elements = np.frombuffer(content, dtype=dtype.storage).reshape(self.shape)
         return HostTensor(elements, dtype)
 
 

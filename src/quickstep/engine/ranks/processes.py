@@ -25,16 +25,17 @@ from quickstep.engine.ranks.followers import DividedAdapter, DividedAdapters, Fo
 from quickstep.engine.ranks.messages import OpenRank, OpenStage
 from quickstep.engine.speculation import aux_layers
 from quickstep.errors import ConfigError, EngineError
+from quickstep.model.checkpoint.placement import rank_device
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sharding import Shard, shard_adapter
 from quickstep.model.sizing import MemoryPlan
 from quickstep.model.stages import NUM_CARRIED, Stage, stage_adapter
-from quickstep.ops.collective import CollectiveRanks, open_gloo
+from quickstep.ops.collective import CollectiveRanks, open_ranks
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.native.ranks import NativeRanks, RankMemory
 from quickstep.ops.native.steps import NativeSteps
 from quickstep.ops.table import LoRAPart, OpTable, Ranks
-from quickstep.ops.tensors import Array
+from quickstep.ops.tensors import Array, Device
 from quickstep.runtime.steps.pipeline import StageLinks
 from quickstep.runtime.steps.ranked import RankWork
 
@@ -68,11 +69,13 @@ class ModelProcesses:
         return None if self._stages is None else self._stages.links
 
     def start(
-        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
+        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable, device: Device
     ) -> OpTable:
-        """Start the processes, which load their parts; returns this process's ops, native ones."""
+        """Start the processes, which load their parts; returns the ops of this process, which has
+        `device`.
+        """
         if self._ranks is not None:
-            ops = self._ranks.start(config, plan, spec, ops)
+            ops = self._ranks.start(config, plan, spec, ops, device)
         return ops if self._stages is None else self._stages.start(config, plan, spec, ops)
 
     def wait_opened(self, fingerprint: str) -> None:
@@ -81,6 +84,11 @@ class ModelProcesses:
         """
         for part in self._parts():
             part.followers.wait_opened(fingerprint)
+
+    def failure_within(self, timeout_s: float) -> str:
+        """Why one of them has ended or cannot load its part; "" if none has after this time."""
+        reasons = (part.followers.failure_within(timeout_s) for part in self._parts())
+        return next(filter(None, reasons), "")
 
     def stage_biases(self) -> Mapping[int, Array]:
         """The biases [N] of the matrices of the other stages, by number. Raises ConfigError if one
@@ -107,7 +115,8 @@ class _Ranks:
         self._size = size
         self._stage = stage
         self._ranks: NativeRanks | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where gloo's ranks meet
+        self._exchange: CollectiveRanks | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where torch's ranks meet
         self.followers = Followers(self._label, self._break, on_lost)
 
     def _label(self, rank: int) -> str:
@@ -115,7 +124,7 @@ class _Ranks:
         return f"rank {rank} of {self._size}{of_stage}"
 
     def start(
-        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
+        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable, device: Device
     ) -> OpTable:
         """Start them; returns rank 0's ops with its end of the group."""
         steps = steps_of_messages(ops)
@@ -128,8 +137,9 @@ class _Ranks:
         store_path = "" if self._folder is None else f"{self._folder.name}/store"
         ranks, log = range(1, self._size), _log()
         openings = {
-            rank: OpenRank(config, plan, memory, rank, self._stage.number, log, store_path)
+            rank: OpenRank(theirs, plan, memory, rank, self._stage.number, log, store_path)
             for rank in ranks
+            for theirs in (opening_config(config, ops, device, rank),)
         }
         shared = dict.fromkeys(ranks, (memory.descriptor,))
         self.followers.start(openings, shared, lambda: os.close(memory.descriptor))
@@ -141,7 +151,9 @@ class _Ranks:
             return parts[0], dict(enumerate(parts[1:], 1))
 
         packs = DividedAdapters(self.followers, ops, divide).pack
-        exchange = exchange_of(self._ranks, store_path)
+        exchange = exchange_of(self._ranks, store_path, device, self.followers.check)
+        if isinstance(exchange, CollectiveRanks):
+            self._exchange = exchange
         return replace(ops, ranks=exchange, pack_lora=packs)
 
     def close(self) -> None:
@@ -156,8 +168,9 @@ class _Ranks:
             self._ranks.post(RankWork.CLOSE)
 
     def _break(self) -> None:
-        if self._ranks is not None:
-            self._ranks.break_()
+        for end in (self._exchange, self._ranks):
+            if end is not None:
+                end.break_()
 
 
 class _Stages:
@@ -229,13 +242,28 @@ def steps_of_messages(ops: OpTable) -> NativeSteps:
     return native.steps
 
 
-def exchange_of(messages: NativeRanks, store_path: str) -> Ranks:
-    """By what a rank exchanges parts: in shared memory, or through gloo, whose ranks meet in a
-    file. Returns once all have come; raises EngineError if one does not.
+def exchange_of(
+    messages: NativeRanks,
+    store_path: str,
+    device: Device,
+    check_others: Callable[[], None] = lambda: None,
+) -> Ranks:
+    """By what a rank on this device exchanges parts: in shared memory, or by `ops.collective`,
+    whose ranks meet in a file. Returns once all have come; raises EngineError if one does not, and
+    what `check_others` raises meanwhile.
     """
-    if not store_path:
-        return messages
-    return CollectiveRanks(open_gloo(store_path, messages.rank, messages.size), messages)
+    return open_ranks(store_path, messages, device, check_others) if store_path else messages
+
+
+def opening_config(config: EngineConfig, ops: OpTable, device: Device, rank: int) -> EngineConfig:
+    """What another rank opens, where rank 0 has `device` and these ops: on GPUs the next devices,
+    one each, with the same kernels.
+    """
+    if device.type == "cpu":
+        return config
+    own = rank_device(device, rank)
+    load = replace(config.load, device=f"{own.type}:{own.index}", kernels=ops.name)
+    return replace(config, load=load)
 
 
 def _log() -> LogSetup:

@@ -50,6 +50,28 @@ def choose_device(name: str) -> Device:
     raise ConfigError(f"--device is {name} and torch sees {seen}; use --device cpu")
 
 
+def rank_device(first: Device, rank: int) -> Device:
+    """The GPU of a rank whose rank 0 has `first`: the devices that follow it, one for each."""
+    import torch
+
+    index = torch.cuda.current_device() if first.index is None else first.index
+    return Device(first.type, index + rank)
+
+
+def check_num_devices(first: Device, size: int) -> None:
+    """Raise ConfigError where there is no GPU for each of `size` ranks from `first` on."""
+    import torch
+
+    last, num_gpus = rank_device(first, size - 1), torch.cuda.device_count()
+    assert last.index is not None
+    if last.index >= num_gpus:
+        begin = last.index - size + 1
+        raise ConfigError(
+            f"--tensor-parallel-size {size} needs a GPU for each rank, cuda:{begin} to "
+            f"cuda:{last.index}, and torch sees {num_gpus} GPUs; lower it, or use --device cpu"
+        )
+
+
 def _has_gpu_driver() -> bool:
     """Whether torch could see a GPU: no build of it does without one of these."""
     if not sys.platform.startswith("linux"):

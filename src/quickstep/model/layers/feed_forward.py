@@ -95,8 +95,7 @@ class MixtureOfExperts:
             table.add_lora_(scores, routed, module_number(ops.index, Projection.ROUTER), lora)
             adapters = ExpertLoRA(lora, expert_number(spec, ops.index, 0, Projection.GATE_UP))
         route, experts = table.route, table.experts
-        of_ranks = table.ranks is not None and table.reads_lengths  # a GPU's op knows no ranks
-        if route is None or experts is None or weights.experts.data is None or of_ranks:
+        if route is None or experts is None or weights.experts.data is None:
             from quickstep.ops.reference import experts as reference  # it computes with torch
 
             route, experts = route or reference.route, partial(reference.experts, table)

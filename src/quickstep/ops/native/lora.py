@@ -32,15 +32,12 @@ _INT8 = 3  # QS_I8
 
 
 class PackedLoRA:
-    """Owns one `qs_lora`; its memory is freed with this object. `number` names it in other ranks,
-    if there are any.
-    """
+    """Owns one `qs_lora`; its memory is freed with this object."""
 
-    __slots__ = ("__weakref__", "handle", "nbytes", "number")
+    __slots__ = ("__weakref__", "handle", "nbytes")
 
     def __init__(self, library: ctypes.CDLL, handle: int) -> None:
         self.handle = handle
-        self.number = 0
         self.nbytes: int = library.qs_lora_bytes(handle)
         finalizer = weakref.finalize(self, library.qs_lora_destroy, handle)
         finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read

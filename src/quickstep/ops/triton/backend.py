@@ -58,6 +58,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         name="triton",
         samples_on_device=True,
         pack_linear=pack_linear,
+        pack_part=pack_linear,
         pack_quantized=pack_quantized,
         linear=linear,
         pack_lora=lora.pack_lora,

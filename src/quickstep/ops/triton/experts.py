@@ -620,17 +620,16 @@ class TritonExperts:
         lora: ExpertLoRA | None,
         parts: ExpertParts | None = None,
     ) -> Tensor:
-        """X [T, C] -> [T, C]."""
-        assert parts is None, "a GPU's ranks compute the experts one by one"
+        """X [T, C] -> [T, N]: of ranks, N are this one's outputs."""
         packed = weights.data
         assert isinstance(packed, _PackedExperts)
         if weights.weighs_inputs:
-            return self._of_weighted(x, routing, weights, activation, lora)
+            return self._of_weighted(x, routing, weights, activation, lora, parts)
         has_gate = activation not in WITHOUT_GATE
         if has_gate:
             check_activation(activation)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        num_tokens, num_columns = out.shape
+        num_tokens, num_columns = x.shape[0], packed.down_proj.form.num_outputs
+        out = x.new_empty((num_tokens, num_columns))
         if num_tokens == 0:
             return out
         chosen, per_token = routing.chosen, routing.chosen.shape[1]
@@ -655,6 +654,8 @@ class TritonExperts:
             middle = _product(
                 x, packed.gate_up, plan, per_token, gather=True, activation=activation
             )
+        if parts is not None:
+            middle = parts.ranks.gather(middle, parts.own, packed.down_proj.form.num_inputs)
         output = _product(middle, packed.down_proj, plan, per_token)
         if lora is not None:
             self._lora.add_expert_lora_(
@@ -680,6 +681,7 @@ class TritonExperts:
         weights: ExpertWeights,
         activation: str,
         lora: ExpertLoRA | None,
+        parts: ExpertParts | None,
     ) -> Tensor:
         """Each expert of a token reads a token of its own, weighted; their outputs are added in the
         order of the experts.
@@ -691,7 +693,7 @@ class TritonExperts:
         rows = (x.repeat_interleave(per_token, 0).float() * factors).to(x.dtype)
         assert lora is None or per_token == 1, "adapters are of a step's tokens"
         plain, ones = replace(weights, weighs_inputs=False), torch.ones_like(factors)
-        outputs = self(rows, Routing(chosen, ones), plain, activation, lora)
+        outputs = self(rows, Routing(chosen, ones), plain, activation, lora, parts)
         total = outputs.view(num_tokens, per_token, -1).float()
         result = total[:, 0]
         for column in range(1, per_token):

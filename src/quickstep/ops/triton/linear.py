@@ -226,12 +226,16 @@ def widens(x: Tensor, weight_dtype: torch.dtype) -> bool:
     return x.device.type == "cpu" or x.dtype == torch.float32 or x.dtype != weight_dtype
 
 
-def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
-    """Weight [N, C], bias [N] or None; the weight itself if it is contiguous."""
+def pack_linear(
+    weight: AnyTensor, bias: AnyTensor | None, complete_outputs: int | None = None
+) -> LinearWeight:
+    """Weight [N, C], bias [N] or None; the weight itself if it is contiguous. `complete_outputs`:
+    of the matrix of which these outputs are a part (`OpTable.pack_part`).
+    """
     data, bias = to_torch(weight).contiguous(), None if bias is None else to_torch(bias)
     num_outputs, num_inputs = data.shape
     nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
-    slice_len, arrived = slice_inputs(num_outputs, num_inputs), None
+    slice_len, arrived = slice_inputs(complete_outputs or num_outputs, num_inputs), None
     if slice_len < num_inputs:
         arrived = torch.zeros(_MOST_SPLIT_TILES, dtype=torch.int32, device=data.device)
     held = FloatWeight(data, slice_len, arrived)

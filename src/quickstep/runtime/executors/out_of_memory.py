@@ -23,12 +23,17 @@ def free_device_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has too little memory for what was tried."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
 def step_failure(step_id: int, error: BaseException) -> EngineError:
     """What a step failed with. After it was out of memory, its tensors and the allocator's unused
     memory are freed, so that the next step may run.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+    if not is_out_of_memory(error):
         failure = EngineError(f"step {step_id} failed: {text_for_clients(error)}")
         failure.__cause__ = error
         return failure

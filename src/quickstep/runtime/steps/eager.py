@@ -140,11 +140,11 @@ class EagerSteps:
     @torch.inference_mode()
     def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
         """`logits` of rows with this adapter."""
-        lora = None
+        lora, device = None, torch_device(self._model.device)
         if adapter is not None:
-            tokens = torch.arange(hidden.shape[0], device=torch_device(self._model.device))
+            tokens = torch.arange(hidden.shape[0], device=device)
             lora = LoRAMapping(((adapter, tokens),))
-        return self._model.logits(to_torch(hidden), lora)
+        return self._model.logits(to_torch(hidden).to(device), lora)
 
 
 class RowBlocks(Protocol):

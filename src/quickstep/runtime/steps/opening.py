@@ -5,6 +5,7 @@ Called by `runtime.runner` and by proposers that run a model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 
@@ -17,6 +18,8 @@ from quickstep.runtime.steps.captured import CapturedSteps, Recordings, record
 from quickstep.runtime.steps.step_model import GraphOptions, StepModel
 from quickstep.runtime.steps.texts import TextSteps
 
+_LOGGER = logging.getLogger(__name__)
+
 # Products take longer than launches in a longer step, and padding adds to them. An estimate.
 _MAX_PROMPT_TOKENS = 512
 
@@ -28,6 +31,9 @@ def device_graphs(
     be recorded. `kv` has a block more than the pool.
     """
     if model.device.type != "cuda" or not model.ops.reads_lengths:
+        return None
+    if model.ops.ranks is not None:
+        _LOGGER.info("ranks on GPUs run their steps op by op, without CUDA graphs")
         return None
     # Imported here: it computes with torch.
     from quickstep.runtime.steps.graphs import CudaGraphs, can_record

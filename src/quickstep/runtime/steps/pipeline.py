@@ -187,7 +187,7 @@ class StageFollower:
         self._steps = steps
         self._stage = _OwnStage(model, steps, clock)
         self._links = links
-        self.adapters = HeldAdapters(model.ops)
+        self.adapters = HeldAdapters(model)
 
     @property
     def fingerprint(self) -> str:

@@ -11,24 +11,37 @@ from __future__ import annotations
 import ctypes
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from quickstep.errors import EngineError
+from quickstep.model.adapters.lora_modules import on_device
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.collective import CollectiveRanks
 from quickstep.ops.native.library import MessageCall, StepCall
-from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
-from quickstep.ops.tensors import INT64, AnyTensor, Array, DType, HostTensor, host_dtype
+from quickstep.ops.table import LoRAAdapter, LoRAPart
+from quickstep.ops.tensors import (
+    INT64,
+    AnyTensor,
+    Array,
+    DType,
+    HostTensor,
+    host_dtype,
+    on_host,
+    use_device,
+)
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.divided import DividedSteps, PreparedCall
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
+
+_Results = TypeVar("_Results")
 
 
 class RankWork(enum.IntEnum):
@@ -47,15 +60,20 @@ def with_ranks(steps: StepModel, model: Model) -> StepModel:
         return steps
     messages = ranks.messages if isinstance(ranks, CollectiveRanks) else ranks
     assert isinstance(steps, DividedSteps) and isinstance(messages, NativeRanks)
-    return RankedSteps(steps, messages)
+    return RankedSteps(steps, messages, ranks if isinstance(ranks, CollectiveRanks) else None)
 
 
 class RankedSteps:
-    """`DividedSteps` of rank 0. Raises EngineError once a rank is lost."""
+    """`DividedSteps` of rank 0. Raises EngineError once a rank is lost. `exchange`: of parts, where
+    these do not go through shared memory.
+    """
 
-    def __init__(self, own: DividedSteps, ranks: NativeRanks) -> None:
+    def __init__(
+        self, own: DividedSteps, ranks: NativeRanks, exchange: CollectiveRanks | None = None
+    ) -> None:
         self._own = own
         self._ranks = ranks
+        self._exchange = exchange
         self._adapter_numbers = array("q")  # of the prepared rows, 0 for none; () if none has one
 
     @property
@@ -82,7 +100,10 @@ class RankedSteps:
         """`StepModel.run`."""
         call = self._own.call_of(emitting)
         self._post(call, self._adapter_numbers, every_token, features)
-        return self._own.run(emitting, every_token, features)
+        if self._exchange is None:  # the library breaks the group itself
+            return self._own.run(emitting, every_token, features)
+        run = partial(self._own.run, emitting, every_token, features)
+        return _completed(run, self._exchange)
 
     def call(
         self,
@@ -95,7 +116,8 @@ class RankedSteps:
         """`DividedSteps.call` of every rank."""
         numbers = array("q", adapter_numbers(adapters))
         self._post(call, numbers, every_token, features)
-        return self._own.call(call, adapters, sizes, every_token, features)
+        run = partial(self._own.call, call, adapters, sizes, every_token, features)
+        return run() if self._exchange is None else _completed(run, self._exchange)
 
     def _post(
         self, call: StepCall, numbers: array[int], every_token: bool, features: AnyTensor | None
@@ -114,10 +136,11 @@ class RankedSteps:
 
     def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
         """`DividedSteps.logits_with`."""
-        hidden = hidden.contiguous()
-        number = 0 if adapter is None else _number(adapter)
-        self._ranks.post(RankWork.LOGITS, (hidden.shape[0], number), data=hidden)
-        return self._own.logits_with(hidden, adapter)
+        posted = on_host(hidden.contiguous())
+        number = 0 if adapter is None else adapter.number
+        self._ranks.post(RankWork.LOGITS, (hidden.shape[0], number), data=posted)
+        run = partial(self._own.logits_with, hidden, adapter)
+        return run() if self._exchange is None else _completed(run, self._exchange)
 
     def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
         """`StepModel.move_kv`."""
@@ -125,29 +148,41 @@ class RankedSteps:
         self._own.move_kv(pairs)
 
 
+def _completed(run: Callable[[], _Results], exchange: CollectiveRanks) -> _Results:
+    """What `run` computes. The others wait in the middle of it when it fails here, as for want of
+    memory, unless they meet the same EngineError at the same place.
+    """
+    try:
+        results = run()
+    except EngineError:
+        raise
+    except BaseException:
+        exchange.break_()
+        raise
+    exchange.wait()
+    return results
+
+
 def adapter_numbers(adapters: Iterable[LoRAAdapter | None]) -> list[int]:
     """By which other processes know the adapters; 0 for none."""
-    return [0 if adapter is None else _number(adapter) for adapter in adapters]
-
-
-def _number(adapter: LoRAAdapter) -> int:
-    assert isinstance(adapter.data, PackedLoRA)
-    return adapter.data.number
+    return [0 if adapter is None else adapter.number for adapter in adapters]
 
 
 class HeldAdapters:
-    """A process's parts of LoRA adapters, by the numbers by which steps name them.
+    """A process's parts of a model's LoRA adapters, by the numbers by which steps name them.
 
     `hold` and `drop` may be called by another thread than the one that computes.
     """
 
-    def __init__(self, ops: OpTable) -> None:
-        self._ops = ops
+    def __init__(self, model: Decoder) -> None:
+        self._ops = model.ops
+        self._device = model.device
         self._adapters: dict[int, LoRAAdapter] = {}
 
     def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
         """Pack this process's part of an adapter."""
-        self._adapters[number] = self._ops.pack_lora(modules)
+        use_device(self._device)  # of this thread
+        self._adapters[number] = self._ops.pack_lora(on_device(modules, self._device))
 
     def drop(self, number: int) -> None:
         """Free an adapter that no later step names."""
@@ -162,7 +197,7 @@ class RankFollower:
     """Another rank: computes what rank 0 posts, until it closes or is lost."""
 
     def __init__(self, model: Decoder, steps: DividedSteps, ranks: NativeRanks) -> None:
-        self.adapters = HeldAdapters(model.ops)
+        self.adapters = HeldAdapters(model)
         dtype = host_dtype(model.kv_layout.dtype)
         assert dtype is not None, "a dtype of the kernels"
         self._model = model
