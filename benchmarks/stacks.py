@@ -30,12 +30,11 @@ from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import FLOAT32, HostTensor
 from quickstep.ops.weights import LinearWeight, QuantizedWeight, StoredMatrix, StoredRows
 
-# inputs, and the outputs of each matrix with their type, as files of Q4_K_M and mixtures have them
+# inputs, and the outputs of each matrix with their type, as files called Q4_K_M have them
 CASES = {
     "qkv of Qwen2.5 0.5B": (896, ((1024, "Q5_0"), (128, "Q8_0"))),
     "qkv of Qwen3 4B": (2560, ((5120, "Q4_K"), (1024, "Q6_K"))),
     "qkv of Llama 3 8B": (4096, ((5120, "Q4_K"), (1024, "Q6_K"))),
-    "inputs of states, Qwen3.5 4B": (2560, ((8192, "Q5_K"), (4096, "Q4_K"), (64, "Q8_0"))),
     "gates and ups, 1024": (1024, ((3072, "Q4_K"), (3072, "Q5_K"))),
 }
 ROTATED_BYTES = 128 << 20  # above the caches of a core

@@ -71,32 +71,35 @@ qs::QuantizedLinearArgs quantized_args(const qs::PackedQuantized& packed, int dt
   rows.factors = reinterpret_cast<int32_t*>(rows.quants + num_tokens * rows.stride);
   const bool parts = packed.has_sub_scales && num_tokens < qs::kUnpackedRows;
   rows.parts = parts ? rows.factors + num_tokens * packed.num_groups * 2 : nullptr;
-  return {&packed, dtype, x, x_stride, num_tokens, out, out_stride, rows, false, nullptr};
+  return {&packed, dtype, x, x_stride, num_tokens, out, out_stride, rows, false};
 }
 
-// Each matrix into its columns of the outputs. The first of those that read the same quantized
-// activations quantizes for all of them.
+// Whether a matrix of a stack before `index` reads the same quantized activations.
+bool follows_another(const qs_quantized& stack, int64_t index) {
+  for (int64_t i = 0; i < index; ++i) {
+    if (qs::same_activations(stack.stacked[i]->packed, stack.stacked[index]->packed)) return true;
+  }
+  return false;
+}
+
+// Each matrix into its columns of the outputs. Those that read the same quantized activations run one
+// after the other, and the first one quantizes for all of them.
 void run_stack(qs_context* context, const qs_quantized& stack, int dtype, const void* x,
                int64_t x_stride, int64_t num_tokens, void* out, void* scratch) {
-  qs::QuantizedLinearArgs calls[qs::kMaxStacked];
-  char* columns = static_cast<char*>(out);
-  char* memory = static_cast<char*>(scratch);
-  for (int64_t i = 0; i < stack.num_stacked; ++i) {
-    const qs::PackedQuantized& packed = stack.stacked[i]->packed;
-    calls[i] = quantized_args(packed, dtype, x, x_stride, num_tokens, columns, stack.packed.n,
-                              memory);
-    int64_t alike = 0;
-    while (!qs::same_activations(stack.stacked[alike]->packed, packed)) ++alike;
-    if (alike < i) {
-      calls[i].rows = calls[alike].rows;
-      calls[i].quantized = true;
-    } else {
-      memory += qs_quantized_scratch_bytes(stack.stacked[i], num_tokens);
+  for (int64_t index = 0; index < stack.num_stacked; ++index) {
+    if (follows_another(stack, index)) continue;
+    char* columns = static_cast<char*>(out);
+    for (int64_t i = 0; i < stack.num_stacked; ++i) {
+      const qs::PackedQuantized& packed = stack.stacked[i]->packed;
+      if (qs::same_activations(stack.stacked[index]->packed, packed)) {
+        qs::QuantizedLinearArgs args = quantized_args(packed, dtype, x, x_stride, num_tokens,
+                                                      columns, stack.packed.n, scratch);
+        args.quantized = i > index;
+        context->kernels->quantized_linear(context->pool, args);
+      }
+      columns += packed.n * qs::element_bytes(dtype);
     }
-    if (i > 0) calls[i - 1].next = &calls[i];
-    columns += packed.n * qs::element_bytes(dtype);
   }
-  context->kernels->quantized_linear(context->pool, calls[0]);
 }
 
 // The matrix of a stack that has a row, which becomes a row of it.
@@ -167,7 +170,7 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
 
 int qs_quantized_stack(const qs_quantized* const* matrices, int64_t num_matrices,
                        qs_quantized** out) {
-  if (num_matrices < 2 || num_matrices > qs::kMaxStacked) return QS_INVALID;
+  if (num_matrices < 2) return QS_INVALID;
   for (int64_t i = 0; i < num_matrices; ++i) {
     if (matrices[i]->stacked != nullptr) return QS_INVALID;
     if (matrices[i]->packed.k != matrices[0]->packed.k) return QS_INVALID;
@@ -220,11 +223,12 @@ int64_t qs_quantized_bytes(const qs_quantized* linear) {
 }
 
 int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens) {
-  int64_t of_stack = 0;
+  int64_t most = 0;
   for (int64_t i = 0; i < linear->num_stacked; ++i) {
-    of_stack += qs_quantized_scratch_bytes(linear->stacked[i], num_tokens);
+    const int64_t bytes = qs_quantized_scratch_bytes(linear->stacked[i], num_tokens);
+    most = bytes > most ? bytes : most;
   }
-  if (linear->stacked != nullptr) return of_stack;
+  if (linear->stacked != nullptr) return most;
   const qs::PackedQuantized& packed = linear->packed;
   const int64_t per_group = sizeof(float) + sizeof(int32_t);
   const int64_t rows = num_tokens < qs::kUnpackedRows ? num_tokens : qs::kUnpackedRows - 1;

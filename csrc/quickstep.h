@@ -111,9 +111,9 @@ typedef struct qs_quantize_call {
 QS_API int qs_quantize(qs_context* context, const qs_quantize_call* call);
 QS_API int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
                                qs_quantized** out);
-// Up to 8 matrices [n_i, k] of forms of their own, one below another, as one weight [n, k]. They stay in
-// the memory of their own objects, which outlive this one. The outputs of each have the bits of its
-// own product.
+// Matrices [n_i, k] of forms of their own, one below another, as one weight [n, k]. They stay in the
+// memory of their own objects, which outlive this one. The outputs of each have the bits of its own
+// product.
 QS_API int qs_quantized_stack(const qs_quantized* const* matrices, int64_t num_matrices,
                               qs_quantized** out);
 QS_API void qs_quantized_destroy(qs_quantized* linear);

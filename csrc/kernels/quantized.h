@@ -52,7 +52,6 @@ constexpr int64_t kPieceBytes = kQuantizedPanel + kPieceInputs / 2 * kQuantizedP
 constexpr int kLargestSubScale = 15;
 constexpr float kSubScaleUnit = 16.0f;
 constexpr int64_t kSuperInputs = 256;
-constexpr int64_t kMaxStacked = 8;  // products in one loop
 
 // Inputs whose quants are in the same bytes, and those bytes in a panel.
 constexpr int64_t packed_inputs(int bits) {
@@ -198,8 +197,7 @@ struct QuantizedLinearArgs {
   void* out;
   int64_t out_stride;  // elements from a row of outputs to the next
   QuantizedRows rows;  // scratch
-  bool quantized;      // `rows` are those of a product before this one: see same_activations
-  const QuantizedLinearArgs* next;  // another product of the same tokens in one loop with it, or null
+  bool quantized;      // `rows` has the activations already, of a product that `same_activations`
 };
 
 }  // namespace qs

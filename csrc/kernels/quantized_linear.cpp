@@ -283,27 +283,18 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
   }
 }
 
-// One of the products of a loop.
-struct Product {
-  PackedQuantized packed;  // the form that it sees
-  QuantizedLinearArgs args;
+}  // namespace
+
+void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
+  const PackedQuantized& stored = *call.packed;
+  PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
+  QuantizedLinearArgs args = call;
+  args.packed = &packed;
+  if (runs_on_tiles(args)) {
+    quantized_linear_tiles(pool, args, stored);
+    return;
+  }
   Problem problem;
-
-  int64_t num_items() const { return problem.num_chunks * problem.num_ranges; }
-};
-
-// Sets the form and the arguments of a product.
-void set_args(const QuantizedLinearArgs& call, Product& product) {
-  product.packed = call.packed->has_sub_scales ? unpacked_form(*call.packed) : *call.packed;
-  product.args = call;
-  product.args.packed = &product.packed;
-}
-
-// Divides a product whose arguments are set, as `stored` in memory, and quantizes its activations.
-void set_problem(Pool* pool, const PackedQuantized& stored, Product& product) {
-  PackedQuantized& packed = product.packed;
-  const QuantizedLinearArgs& args = product.args;
-  Problem& problem = product.problem;
   problem.args = &args;
   problem.stored = &stored;
   problem.direct = stored.has_sub_scales && args.num_tokens < kUnpackedRows;
@@ -335,38 +326,17 @@ void set_problem(Pool* pool, const PackedQuantized& stored, Product& product) {
   const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
   problem.num_ranges =
       min_of(packed.num_panels, div_up(ranges, problem.threads) * problem.threads);
-}
-
-}  // namespace
-
-// The products of a stack are one loop, in which the few panels of a small matrix keep no thread
-// waiting; on tiles, of many rows, each is one of its own.
-void quantized_linear(Pool* pool, const QuantizedLinearArgs& first) {
-  Product products[kMaxStacked];
-  int64_t count = 0, num_items = 0;
-  for (const QuantizedLinearArgs* call = &first; call != nullptr; call = call->next) {
-    Product& product = products[count];
-    set_args(*call, product);
-    if (runs_on_tiles(product.args)) {
-      quantized_linear_tiles(pool, product.args, *call->packed);
-      continue;
-    }
-    set_problem(pool, *call->packed, product);
-    num_items += product.num_items();
-    ++count;
-  }
-  parallel_for(pool, num_items, [&](int64_t item) {
-    const Product* product = products;
-    while (item >= product->num_items()) item -= product++->num_items();
-    run_item(product->problem, item);
-  });
+  parallel_for(pool, problem.num_chunks * problem.num_ranges,
+               [&](int64_t item) { run_item(problem, item); });
 }
 
 bool gated_quantized(Pool* pool, const QuantizedLinearArgs& call, int activation) {
-  Product product;
-  set_args(call, product);
-  if (!runs_on_tiles(product.args) || call.packed->n % (2 * kQuantizedPanel) != 0) return false;
-  gated_quantized_tiles(pool, product.args, *call.packed, activation);
+  const PackedQuantized& stored = *call.packed;
+  const PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
+  QuantizedLinearArgs args = call;
+  args.packed = &packed;
+  if (!runs_on_tiles(args) || packed.n % (2 * kQuantizedPanel) != 0) return false;
+  gated_quantized_tiles(pool, args, stored, activation);
   return true;
 }
 
