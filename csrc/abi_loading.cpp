@@ -167,44 +167,6 @@ void round_piece(QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piec
   }
 }
 
-// A group's zero in place of its minimum, which a group without a scale has everywhere.
-void zero_of_minimum(const qs::QuantRow& row, int64_t group, int64_t group_size) {
-  if (row.scales[group] != 0.0f) {
-    row.zeros[group] = -row.zeros[group] / row.scales[group];
-    return;
-  }
-  row.scales[group] = row.zeros[group];
-  row.zeros[group] = -1.0f;
-  memset(row.quants + group * group_size, 0, group_size);
-}
-
-// A row's quants, scales and zeros in the form of the complete matrix, from those of its own form: an
-// offset of the quants, a zero or a minimum, and scales repeated for smaller groups. A zero's
-// minimum is exact: scales of blocks of 4 bits have at most 16 bits, and their zeros at most 6.
-void adapt_row(const QuantizedLoad& load, const qs::PartForm& own, const qs::QuantRow& row) {
-  const int64_t k = load.matrix.k;
-  const int own_middle = 1 << (own.bits - 1), middle = 1 << (load.form.bits - 1);
-  if (load.form.has_zeros == 0 && middle != own_middle) {
-    const uint8_t offset = static_cast<uint8_t>(middle - own_middle);
-    for (int64_t i = 0; i < k; ++i) row.quants[i] = static_cast<uint8_t>(row.quants[i] + offset);
-  }
-  if (load.form.has_zeros != 0 && !own.has_zeros) {
-    for (int64_t i = 0; i < own.num_groups; ++i) row.zeros[i] = static_cast<float>(own_middle);
-  }
-  if (load.packed.has_minimums && !own.has_minimums) {
-    for (int64_t i = 0; i < own.num_groups; ++i) row.zeros[i] *= -row.scales[i];
-  }
-  if (own.has_minimums && !load.packed.has_minimums) {
-    const int64_t group_size = k / own.num_groups;
-    for (int64_t i = 0; i < own.num_groups; ++i) zero_of_minimum(row, i, group_size);
-  }
-  const int64_t repeats = load.num_groups / own.num_groups;
-  for (int64_t i = load.num_groups - 1; repeats > 1 && i >= 0; --i) {
-    row.scales[i] = row.scales[i / repeats];
-    if (load.form.has_zeros != 0) row.zeros[i] = row.zeros[i / repeats];
-  }
-}
-
 // The scales of a row's super-blocks and groups, as the file has them.
 void take_super_scales(const QuantizedLoad& load, int kind, const uint8_t* blocks, int64_t row,
                        const qs::SuperScales& out) {
@@ -241,7 +203,6 @@ void decode_piece(const QuantizedLoad& load, qs::Pool* solo, const QuantizedPiec
     } else {
       qs::decode_row(part, read, k, to);
     }
-    adapt_row(load, own, to);
     if (load.packed.super_bytes != 0) {
       take_super_scales(load, part.kind, read, row, piece.super);
     }
@@ -311,6 +272,12 @@ bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t*
   return true;
 }
 
+// Whether the quants of a matrix have minimums, which all parts have then.
+bool has_minimums(const qs_stored_matrix& matrix) {
+  return qs::row_kind(matrix.kind)->bits != 0 &&
+         qs::part_form(matrix.parts[0], matrix.k).has_minimums;
+}
+
 bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   if (!qs::valid_quantized_form(form.bits, matrix.n, matrix.k, group_size)) return false;
@@ -329,34 +296,19 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
     const qs_file_rows& part = matrix.parts[index];
     if (qs::row_kind(part.kind)->bits == 0) return false;
     const qs::PartForm own = qs::part_form(part, matrix.k);
-    if (own.bits > form.bits || (own.has_zeros && form.has_zeros == 0)) return false;
-    if (matrix.k / own.num_groups % group_size != 0) return false;
+    if (own.bits != form.bits || own.has_zeros != (form.has_zeros != 0)) return false;
+    if (matrix.k / own.num_groups != group_size) return false;
+    if (own.has_minimums != has_minimums(matrix)) return false;
   }
-  return true;
+  return form.has_zeros == 0 || qs::takes_zeros(form.bits, has_minimums(matrix));
 }
 
-// Whether minimums are used for all parts. Not if a part has 6 or 8 bits about the middle: their
-// products would be those of large numbers, whose rounding is larger too.
-bool has_minimums(const qs_stored_matrix& matrix) {
-  bool found = false;
-  for (int part = 0; part < matrix.num_parts; ++part) {
-    const qs::PartForm own = qs::part_form(matrix.parts[part], matrix.k);
-    if (own.bits != 4 && !own.has_minimums) return false;
-    found = found || own.has_minimums;
-  }
-  return found;
-}
-
-// Whether scales can be held as the files have them: all parts in the groups and the form of the
-// matrix, and no factor to multiply them with.
+// Whether scales can be held as the files have them: no factor to multiply them with.
 bool has_super_scales(const qs_stored_matrix& matrix, int64_t group_size) {
   if (!qs::takes_super_scales(matrix.k, group_size)) return false;
-  const bool minimums = has_minimums(matrix);
   for (int index = 0; index < matrix.num_parts; ++index) {
     const qs_file_rows& part = matrix.parts[index];
-    const qs::RowKind& kind = *qs::row_kind(part.kind);
-    if (!kind.has_super_scales || kind.has_minimums != minimums) return false;
-    if (kind.group_size != group_size || part.factor != 1.0) return false;
+    if (!qs::row_kind(part.kind)->has_super_scales || part.factor != 1.0) return false;
   }
   return true;
 }
@@ -445,7 +397,6 @@ int qs_quantized_load(qs_context* context, const qs_stored_matrix* stored, qs_qu
   const qs::OpenedMatrix opened(context->pool, *stored);
   if (opened.status() != QS_OK) return opened.status();
   const qs_stored_matrix* matrix = &opened.matrix();
-  if (form->has_zeros != 0 && !qs::takes_zeros(form->bits, has_minimums(*matrix))) form->bits = 8;
   int status = QS_OUT_OF_RANGE;
   bool half_scales = true;
   for (int part = 0; part < matrix->num_parts; ++part) {

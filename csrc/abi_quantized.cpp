@@ -60,23 +60,67 @@ int64_t row_stride(const qs::PackedQuantized& packed) {
   return round_up(packed.group_size * packed.num_groups, kAlignment);
 }
 
-}  // namespace
-
-namespace qs {
-
-QuantizedLinearArgs quantized_args(const qs_quantized& linear, int dtype, const void* x,
-                                   int64_t x_stride, int64_t num_tokens, void* out,
-                                   void* scratch) {
-  const PackedQuantized& packed = linear.packed;
-  QuantizedRows rows;
+qs::QuantizedLinearArgs quantized_args(const qs::PackedQuantized& packed, int dtype,
+                                       const void* x, int64_t x_stride, int64_t num_tokens,
+                                       void* out, int64_t out_stride, void* scratch) {
+  qs::QuantizedRows rows;
   rows.stride = row_stride(packed);
   const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
   rows.quants = reinterpret_cast<int8_t*>(start);
   rows.num_groups = packed.num_groups;
   rows.factors = reinterpret_cast<int32_t*>(rows.quants + num_tokens * rows.stride);
-  const bool parts = packed.has_sub_scales && num_tokens < kUnpackedRows;
+  const bool parts = packed.has_sub_scales && num_tokens < qs::kUnpackedRows;
   rows.parts = parts ? rows.factors + num_tokens * packed.num_groups * 2 : nullptr;
-  return {&packed, dtype, x, x_stride, num_tokens, out, rows};
+  return {&packed, dtype, x, x_stride, num_tokens, out, out_stride, rows, false};
+}
+
+// Whether a matrix of a stack before `index` reads the same quantized activations.
+bool follows_another(const qs_quantized& stack, int64_t index) {
+  for (int64_t i = 0; i < index; ++i) {
+    if (qs::same_activations(stack.stacked[i]->packed, stack.stacked[index]->packed)) return true;
+  }
+  return false;
+}
+
+// Each matrix into its columns of the outputs. Those that read the same quantized activations run one
+// after the other, and the first one quantizes for all of them.
+void run_stack(qs_context* context, const qs_quantized& stack, int dtype, const void* x,
+               int64_t x_stride, int64_t num_tokens, void* out, void* scratch) {
+  for (int64_t index = 0; index < stack.num_stacked; ++index) {
+    if (follows_another(stack, index)) continue;
+    char* columns = static_cast<char*>(out);
+    for (int64_t i = 0; i < stack.num_stacked; ++i) {
+      const qs::PackedQuantized& packed = stack.stacked[i]->packed;
+      if (qs::same_activations(stack.stacked[index]->packed, packed)) {
+        qs::QuantizedLinearArgs args = quantized_args(packed, dtype, x, x_stride, num_tokens,
+                                                      columns, stack.packed.n, scratch);
+        args.quantized = i > index;
+        context->kernels->quantized_linear(context->pool, args);
+      }
+      columns += packed.n * qs::element_bytes(dtype);
+    }
+  }
+}
+
+// The matrix of a stack that has a row, which becomes a row of it.
+const qs::PackedQuantized& matrix_of(const qs_quantized& stack, int64_t* row) {
+  int64_t index = 0;
+  while (*row >= stack.stacked[index]->packed.n) *row -= stack.stacked[index++]->packed.n;
+  return stack.stacked[index]->packed;
+}
+
+}  // namespace
+
+namespace qs {
+
+bool gated_quantized(qs_context* context, const qs_quantized& linear, int dtype, const void* x,
+                     int64_t x_stride, int64_t num_tokens, int activation, void* out,
+                     void* scratch) {
+  if (linear.stacked != nullptr) return false;
+  return context->kernels->gated_quantized(
+      context->pool,
+      quantized_args(linear.packed, dtype, x, x_stride, num_tokens, out, linear.packed.n, scratch),
+      activation);
 }
 
 }  // namespace qs
@@ -124,8 +168,39 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
   return QS_OK;
 }
 
+int qs_quantized_stack(const qs_quantized* const* matrices, int64_t num_matrices,
+                       qs_quantized** out) {
+  if (num_matrices < 2) return QS_INVALID;
+  for (int64_t i = 0; i < num_matrices; ++i) {
+    if (matrices[i]->stacked != nullptr) return QS_INVALID;
+    if (matrices[i]->packed.k != matrices[0]->packed.k) return QS_INVALID;
+  }
+  qs_quantized* stack = new (std::nothrow) qs_quantized{};
+  if (stack == nullptr) return QS_OUT_OF_MEMORY;
+  stack->stacked = new (std::nothrow) const qs_quantized*[num_matrices];
+  if (stack->stacked == nullptr) {
+    delete stack;
+    return QS_OUT_OF_MEMORY;
+  }
+  stack->num_stacked = num_matrices;
+  stack->packed.k = matrices[0]->packed.k;
+  stack->packed.weights = matrices[0]->packed.weights;
+  stack->weight_bytes = matrices[0]->weight_bytes;
+  for (int64_t i = 0; i < num_matrices; ++i) {
+    stack->stacked[i] = matrices[i];
+    stack->packed.n += matrices[i]->packed.n;
+  }
+  *out = stack;
+  return QS_OK;
+}
+
 void qs_quantized_destroy(qs_quantized* linear) {
   if (linear == nullptr) return;
+  if (linear->stacked != nullptr) {
+    delete[] linear->stacked;
+    delete linear;
+    return;
+  }
   qs::weight_free(linear->packed.weights, linear->weight_bytes);
   for (float* floats : {linear->packed.scales, linear->packed.zeros, linear->packed.bias}) {
     qs::weight_free(floats, linear->scale_bytes);
@@ -134,6 +209,11 @@ void qs_quantized_destroy(qs_quantized* linear) {
 }
 
 int64_t qs_quantized_bytes(const qs_quantized* linear) {
+  int64_t of_stack = 0;
+  for (int64_t i = 0; i < linear->num_stacked; ++i) {
+    of_stack += qs_quantized_bytes(linear->stacked[i]);
+  }
+  if (linear->stacked != nullptr) return of_stack;
   const qs::PackedQuantized& packed = linear->packed;
   int64_t arrays = 0;
   for (const float* floats : {packed.scales, packed.zeros, packed.bias}) {
@@ -143,6 +223,12 @@ int64_t qs_quantized_bytes(const qs_quantized* linear) {
 }
 
 int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < linear->num_stacked; ++i) {
+    const int64_t bytes = qs_quantized_scratch_bytes(linear->stacked[i], num_tokens);
+    most = bytes > most ? bytes : most;
+  }
+  if (linear->stacked != nullptr) return most;
   const qs::PackedQuantized& packed = linear->packed;
   const int64_t per_group = sizeof(float) + sizeof(int32_t);
   const int64_t rows = num_tokens < qs::kUnpackedRows ? num_tokens : qs::kUnpackedRows - 1;
@@ -155,8 +241,13 @@ int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
                      int64_t x_stride, int64_t num_tokens, void* out, void* scratch) {
   if (!valid_dtype(dtype) || num_tokens < 0) return QS_INVALID;
   if (num_tokens == 0) return QS_OK;
+  if (linear->stacked != nullptr) {
+    run_stack(context, *linear, dtype, x, x_stride, num_tokens, out, scratch);
+    return QS_OK;
+  }
   context->kernels->quantized_linear(
-      context->pool, qs::quantized_args(*linear, dtype, x, x_stride, num_tokens, out, scratch));
+      context->pool, quantized_args(linear->packed, dtype, x, x_stride, num_tokens, out,
+                                    linear->packed.n, scratch));
   return QS_OK;
 }
 
@@ -165,7 +256,17 @@ int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype
   if (!valid_dtype(dtype) || num_tokens < 0) return QS_INVALID;
   if (!in_range(ids, num_tokens, linear->packed.n)) return QS_OUT_OF_RANGE;
   if (num_tokens == 0) return QS_OK;
-  context->kernels->quantized_rows(context->pool, linear->packed, dtype, ids, num_tokens, out);
+  if (linear->stacked == nullptr) {
+    context->kernels->quantized_rows(context->pool, linear->packed, dtype, ids, num_tokens, out);
+    return QS_OK;
+  }
+  const int64_t row_bytes = linear->packed.k * qs::element_bytes(dtype);
+  for (int64_t i = 0; i < num_tokens; ++i) {  // no model looks tokens up in a stack
+    int64_t row = ids[i];
+    const qs::PackedQuantized& matrix = matrix_of(*linear, &row);
+    context->kernels->quantized_rows(context->pool, matrix, dtype, &row, 1,
+                                     static_cast<char*>(out) + i * row_bytes);
+  }
   return QS_OK;
 }
 

@@ -208,11 +208,8 @@ struct Call {
       return context->kernels->gated_linear(
           context->pool, {&matrices.linear[0]->packed, from, hidden, count, to}, call->activation);
     }
-    return context->kernels->gated_quantized(
-        context->pool,
-        qs::quantized_args(*matrices.quantized[0], call->dtype, from, hidden, count, to,
-                           product_scratch),
-        call->activation);
+    return qs::gated_quantized(context, *matrices.quantized[0], call->dtype, from, hidden, count,
+                               call->activation, to, product_scratch);
   }
 
   // The adapters of an expert's rows, which `lora_groups` and `lora_rows` become.

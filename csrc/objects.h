@@ -20,10 +20,14 @@ struct qs_linear {
   size_t bias_bytes;
 };
 
+// Of a stack, `packed` has `n` and `k` of all matrices, and the weights of the first one, whose bytes
+// `weight_bytes` counts: what a product reads first. Its kernels see the matrices only.
 struct qs_quantized {
   qs::PackedQuantized packed;
   size_t weight_bytes;
   size_t scale_bytes;  // of `scales`, of `zeros` and of `bias`, each
+  const qs_quantized** stacked;  // the matrices, one below another; null for one
+  int64_t num_stacked;
 };
 
 struct qs_lora {
@@ -51,9 +55,11 @@ void set_linear_layout(qs_linear* linear, int dtype, int64_t n, int64_t k, bool 
 // The layout of a weight of `dtype` and its memory, and its bias widened. False when memory lacks.
 bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias);
 
-// The arguments of a call; `scratch` has qs_quantized_scratch_bytes, at any address.
-QuantizedLinearArgs quantized_args(const qs_quantized& linear, int dtype, const void* x,
-                                   int64_t x_stride, int64_t num_tokens, void* out, void* scratch);
+// One product and the activations of its gates and ups. False where they have to be computed one
+// after the other. `scratch` has qs_quantized_scratch_bytes, at any address.
+bool gated_quantized(qs_context* context, const qs_quantized& linear, int dtype, const void* x,
+                     int64_t x_stride, int64_t num_tokens, int activation, void* out,
+                     void* scratch);
 
 // qs_group_gather.
 int gather(qs_context* context, const qs_gather& call);

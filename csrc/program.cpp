@@ -410,11 +410,8 @@ bool multiply_gated(qs_program* program, const qs_op* ops, int64_t rows) {
   }
   const qs_quantized* weight = static_cast<const qs_quantized*>(ops[0].in[1]);
   if (!program->scratch.reserve(qs_quantized_scratch_bytes(weight, rows))) return false;
-  return context->kernels->gated_quantized(
-      context->pool,
-      qs::quantized_args(*weight, ops[0].dtype, ops[0].in[0], ops[0].stride[0], rows,
-                         ops[1].out[0], program->scratch.data),
-      ops[1].option);
+  return qs::gated_quantized(context, *weight, ops[0].dtype, ops[0].in[0], ops[0].stride[0], rows,
+                             ops[1].option, ops[1].out[0], program->scratch.data);
 }
 
 int multiply_quantized(qs_program* program, const qs_op& op, int64_t rows) {

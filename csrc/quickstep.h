@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 25
+#define QS_ABI_VERSION 26
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -111,6 +111,11 @@ typedef struct qs_quantize_call {
 QS_API int qs_quantize(qs_context* context, const qs_quantize_call* call);
 QS_API int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
                                qs_quantized** out);
+// Matrices [n_i, k] of forms of their own, one below another, as one weight [n, k]. They stay in the
+// memory of their own objects, which outlive this one. The outputs of each have the bits of its own
+// product.
+QS_API int qs_quantized_stack(const qs_quantized* const* matrices, int64_t num_matrices,
+                              qs_quantized** out);
 QS_API void qs_quantized_destroy(qs_quantized* linear);
 QS_API int64_t qs_quantized_bytes(const qs_quantized* linear);
 // Bytes that a run over `num_tokens` needs as scratch, at any address.
@@ -198,9 +203,10 @@ typedef struct qs_stored_matrix {
   const qs_file_rows* parts;
 } qs_stored_matrix;
 
-// The quants to be made of a stored matrix, as for qs_quantize; kinds of quants have these already.
+// The quants to be made of a stored matrix, as for qs_quantize; kinds of quants have these already, all
+// parts the same.
 typedef struct qs_quantized_form {
-  int32_t bits;             // 4, 6 or 8; 6 become 8 where parts have zeros
+  int32_t bits;             // 4, 6 or 8
   int16_t has_zeros;
   int16_t has_sub_scales;  // as for qs_quantize; of no kind of quants
   int64_t group_size;       // 0 for one scale per row
@@ -234,6 +240,7 @@ typedef struct qs_packed_parts {
 } qs_packed_parts;
 
 QS_API void qs_linear_parts(const qs_linear* linear, qs_packed_form* form, qs_packed_parts* parts);
+// Of one matrix; a stack is kept matrix by matrix.
 QS_API void qs_quantized_parts(const qs_quantized* linear, qs_packed_form* form,
                                qs_packed_parts* parts);
 // The weight whose parts a file has one after another, each from a page on, from `offset` on. They

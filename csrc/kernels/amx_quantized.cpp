@@ -581,14 +581,14 @@ void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64
 
 void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
                             const PackedQuantized& stored) {
-  quantize_tiles(pool, args);
+  if (!args.quantized) quantize_tiles(pool, args);
   const Problem problem = problem_of(args, stored);
-  const int64_t n = args.packed->n, num_panels = args.packed->num_panels;
+  const int64_t out_stride = args.out_stride, num_panels = args.packed->num_panels;
   with_dtype(args.dtype, [&](auto type) {
     using T = decltype(type);
     for_items(pool, args.num_tokens, num_panels, kItemPanels, [&](Range panels, Range tiles) {
-      T* out = static_cast<T*>(args.out) + tiles.begin * kMostRows * n;
-      run_panels(problem, panels, tiles, out + panels.begin * kQuantizedPanel, n);
+      T* out = static_cast<T*>(args.out) + tiles.begin * kMostRows * out_stride;
+      run_panels(problem, panels, tiles, out + panels.begin * kQuantizedPanel, out_stride);
     });
   });
 }

@@ -135,6 +135,12 @@ inline PackedQuantized unpacked_form(const PackedQuantized& packed) {
   return unpacked;
 }
 
+// Whether products with both weights read the same quantized activations, for any number of tokens.
+inline bool same_activations(const PackedQuantized& a, const PackedQuantized& b) {
+  return a.bits == b.bits && a.k == b.k && a.num_groups == b.num_groups &&
+         a.has_sub_scales == b.has_sub_scales;
+}
+
 // Activations as the kernels read them: quants in [-127, 127], per token and group their scale (the
 // same in groups that share it) and correction: -2^(bits - 1) times the sum of the quants, what the
 // weight's quants count too much. Tokens go in tiles of R rows, side by side: what a register tile
@@ -189,7 +195,9 @@ struct QuantizedLinearArgs {
   int64_t x_stride;
   int64_t num_tokens;
   void* out;
+  int64_t out_stride;  // elements from a row of outputs to the next
   QuantizedRows rows;  // scratch
+  bool quantized;      // `rows` has the activations already, of a product that `same_activations`
 };
 
 }  // namespace qs

@@ -72,7 +72,7 @@ void emit(const Problem& problem, Range rows, Range panels, const int32_t* c) {
   const int64_t first = panels.begin * kQuantizedPanel;
   const int64_t n = min_of(packed.n, panels.end * kQuantizedPanel) - first;
   for (int64_t row = rows.begin; row < rows.end; ++row, c += panels.size() * kQuantizedPanel) {
-    T* out = static_cast<T*>(problem.args->out) + row * packed.n + first;
+    T* out = static_cast<T*>(problem.args->out) + row * problem.args->out_stride + first;
     if (packed.num_groups == 1) {
       const int32_t* factor = problem.args->rows.factors + rows.begin + row;
       emit_single(packed, bit_cast<float>(factor[0]), factor[rows.size()], c, {first, first + n},
@@ -151,7 +151,7 @@ QS_INLINE void fetch_outputs(const Problem& problem, Range rows, Range panels) {
   const int64_t bytes = (min_of(args.packed->n, panels.end * kQuantizedPanel) - first) * element;
   const char* out = static_cast<const char*>(args.out) + first * element;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const char* line = out + row * args.packed->n * element;
+    const char* line = out + row * args.out_stride * element;
     for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 1, 3);
   }
 }
@@ -311,7 +311,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   }
   problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);
-  quantize_rows(pool, args, problem.num_tiles);
+  if (!args.quantized) quantize_rows(pool, args, problem.num_tiles);
   const bool one_tile = problem.num_tiles == 1;
   const int rows = static_cast<int>(args.num_tokens);
   problem.tile_panels = !one_tile        ? 1

@@ -121,9 +121,9 @@ def test_mxfp4_is_planned_as_it_is_held(tmp_path: Path) -> None:
     spec = read_spec(tmp_path)
     weights = open_weights(tmp_path, spec)
     weights.check()
-    assert weights.held_bytes(2, holds_float8=False) == weight_bytes(spec, 2)
+    assert weights.held_bytes(2, natively=True) == weight_bytes(spec, 2)
     stored = sum(tensor.nbytes for tensor in weights.files.tensors.values())
-    assert stored < weights.held_bytes(2, holds_float8=False) / 2
+    assert stored < weights.held_bytes(2, natively=True) / 2
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

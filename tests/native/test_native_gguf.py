@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -12,18 +15,19 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import OTHER_SCALES, SCALES_AT, meaning, paired, random_blocks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from quickstep.errors import EngineError
+from quickstep.model.chosen_rows import stored_rows
 from quickstep.model.formats.gguf_blocks import decode_blocks
 from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.model.formats.quantized_reader import stack_matrices
-from quickstep.model.quantization import MatrixFormat, common_form
+from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import ExpertWeights, OpTable, Routing
-from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
+from quickstep.ops.weights import LinearWeight, QuantizedWeight, StoredMatrix, StoredRows
 
 OUTPUTS, INPUTS, HEAD = 96, 512, 16
 PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -265,18 +269,22 @@ def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q6_K", "Q6_K"), ("Q4_K", "Q6_K")])
 def test_gates_and_ups_of_k_types_have_the_bits_of_their_products(
-    tmp_path: Path, kind: str, level: str
+    tmp_path: Path, kinds: tuple[str, str], level: str
 ) -> None:
     width, ops = 256, native(level)
-    matrices = []
-    for seed, shape in enumerate([(2 * width, INPUTS), (INPUTS, width)]):
+    shapes = [(width, INPUTS), (width, INPUTS), (INPUTS, width)]
+    parts = []
+    for seed, (kind, shape) in enumerate(zip([*kinds, kinds[1]], shapes, strict=True)):
         path = tmp_path / str(seed)
         path.write_bytes(random_blocks(Kind[kind], *shape, seed=seed).tobytes())
-        assert ops.load_linear is not None
-        part = StoredRows(path, 0, shape[0], kind)
-        matrices.append(ops.load_linear(StoredMatrix(kind, (part,), shape[1]), None))
+        parts.append(StoredRows(path, 0, shape[0], kind))
+    assert ops.load_linear is not None
+    matrices = [
+        ops.load_linear(StoredMatrix(kinds[0], tuple(parts[:2]), INPUTS), None),
+        ops.load_linear(StoredMatrix(kinds[1], (parts[2],), width), None),
+    ]
     assert ops.pack_experts is not None and ops.experts is not None
     gate_up, down_proj = ((matrix,) for matrix in matrices)
     weights = ExpertWeights(gate_up, down_proj, ops.pack_experts(gate_up, down_proj))
@@ -300,21 +308,123 @@ def test_rows_of_packed_blocks_are_the_floats_that_ggml_makes_of_them(
     assert torch.equal(held, meaning(kind, rows))
 
 
+def loaded_alone(table: OpTable, stored: StoredMatrix, bias: torch.Tensor) -> list[LinearWeight]:
+    """Each part of a matrix as a weight of its own."""
+    assert table.load_linear is not None
+    ends = [*accumulate(part.num_rows for part in stored.parts)]
+    return [
+        table.load_linear(replace(stored, kind=part.kind, parts=(part,)), bias[start:end])
+        for part, start, end in zip(stored.parts, [0, *ends], ends, strict=False)
+    ]
+
+
+def side_by_side(table: OpTable, x: torch.Tensor, weights: Sequence[LinearWeight]) -> torch.Tensor:
+    return torch.cat([table.linear(x, weight) for weight in weights], 1)
+
+
 @pytest.mark.parametrize("kinds", STACKS, ids="+".join)
-def test_a_stack_of_types_is_loaded_as_torch_stacks_it(
+def test_the_matrices_of_a_stack_have_forms_of_their_own(
     table: OpTable, tmp_path: Path, kinds: tuple[str, ...]
 ) -> None:
     found = [
         a_part(tmp_path / str(seed), kind, seed, HEAD if seed == 0 else 0)
         for seed, kind in enumerate(kinds)
     ]
-    stacked = stack_matrices([weight for _, weight in found], torch.bfloat16)
-    assert isinstance(stacked, QuantizedWeight) and table.load_linear is not None
-    parts = tuple(part for part, _ in found)
-    loaded = table.load_linear(StoredMatrix(kinds[0], parts, INPUTS), None)
-    assert torch.equal(outputs(table, loaded), outputs(table, table.pack_quantized(stacked, None)))
-    form = common_form([planned(kind) for kind in kinds], INPUTS)
-    assert form.num_bytes((len(kinds) * OUTPUTS, INPUTS)) == loaded.nbytes
+    stored = StoredMatrix(kinds[0], tuple(part for part, _ in found), INPUTS)
+    bias = torch.randn(len(kinds) * OUTPUTS, generator=torch.Generator().manual_seed(8))
+    assert table.load_linear is not None
+    loaded = table.load_linear(stored, bias)
+    alone = loaded_alone(table, stored, bias)
+    for num_tokens in (*range(1, 21), 24, 33, 64, 97, 200):
+        x = torch.randn((num_tokens, INPUTS), generator=torch.Generator().manual_seed(num_tokens))
+        assert torch.equal(table.linear(x, loaded), side_by_side(table, x, alone))
+    runs = [(kind, len([*run])) for kind, run in groupby(kinds)]
+    sizes = [planned(kind).num_bytes((count * OUTPUTS, INPUTS)) for kind, count in runs]
+    biases = sum(4 * -(-count * OUTPUTS // 64) * 64 for _, count in runs)
+    assert loaded.nbytes == sum(sizes) + biases
+    # torch's ops hold the same weights, in one form
+    stacked = stack_matrices([weight for _, weight in found], torch.float32)
+    assert isinstance(stacked, QuantizedWeight)
+    rows = table.embedding(torch.arange(loaded.num_outputs), loaded, torch.float32)
+    torch.testing.assert_close(rows, stacked.dequantized(), rtol=2e-6, atol=1e-6)
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Types, and as many numbers of outputs."""
+    kinds = draw(st.lists(st.sampled_from([*BLOCK_KINDS]), min_size=2, max_size=3))
+    outputs = [draw(st.sampled_from([1, 48, 64, 65, 128, 200])) for _ in kinds]
+    return tuple(kinds), tuple(outputs)
+
+
+@given(
+    stacks(),
+    st.sampled_from([*range(1, 21), 24, 33, 64, 97, 131]),
+    st.sampled_from([256, 512, 1280]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+@settings(deadline=None)
+def test_products_of_a_stack_have_the_bits_of_those_of_its_matrices(
+    stack: tuple[tuple[str, ...], tuple[int, ...]],
+    num_tokens: int,
+    inputs: int,
+    dtype: torch.dtype,
+) -> None:
+    """On all levels, in any batch, and of some rows of each matrix, as ranks have them."""
+    kinds, outputs = stack
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn((num_tokens, inputs), generator=generator).to(dtype)
+    bias = torch.randn(sum(outputs), generator=generator)
+    with ExitStack() as files:
+        parts = []
+        for seed, (kind, count) in enumerate(zip(kinds, outputs, strict=True)):
+            file = files.enter_context(NamedTemporaryFile())
+            file.write(random_blocks(Kind[kind], count, inputs, seed=seed).tobytes())
+            file.flush()
+            parts.append(StoredRows(Path(file.name), 0, count, kind))
+        stored = StoredMatrix(kinds[0], tuple(parts), inputs)
+        starts = [0, *accumulate(outputs)]
+        halves = [
+            range(start, start + -(-count // 2))
+            for start, count in zip(starts, outputs, strict=False)
+        ]
+        of_rank = torch.cat([torch.arange(half.start, half.stop) for half in halves])
+        for ops in map(native, LEVELS):
+            assert ops.load_linear is not None
+            loaded = ops.load_linear(stored, bias)
+            found = ops.linear(x, loaded)
+            assert torch.equal(found, side_by_side(ops, x, loaded_alone(ops, stored, bias)))
+            for token in {0, num_tokens // 2, num_tokens - 1}:
+                alone = ops.linear(x[token : token + 1], loaded)
+                assert torch.equal(alone, found[token : token + 1])
+            own = ops.load_linear(stored_rows(stored, halves), bias[of_rank])
+            assert torch.equal(ops.linear(x, own), found[:, of_rank])
+
+
+def test_a_stack_is_mapped_from_a_file_matrix_by_matrix(table: OpTable, tmp_path: Path) -> None:
+    kinds = ("Q4_K", "Q6_K")
+    parts = tuple(a_part(tmp_path / kind, kind, 6)[0] for kind in kinds)
+    assert table.load_linear is not None and table.packed_files is not None
+    files = table.packed_files
+    bias = torch.randn(2 * OUTPUTS, generator=torch.Generator().manual_seed(8))
+    loaded = table.load_linear(StoredMatrix(kinds[0], parts, INPUTS), bias)
+    form = files.form(loaded)
+    assert (form.n, form.k) == (2 * OUTPUTS, INPUTS)
+    assert [matrix.bits for matrix in form.stacked] == [4, 6]
+    pieces = files.parts(loaded)
+    assert form.part_bytes == tuple(len(piece) for piece in pieces) and len(pieces) == 4
+    path = tmp_path / "packed"
+    content = b"".join(bytes(piece) + bytes(-len(piece) % files.page_bytes) for piece in pieces)
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        mapped = files.map(form, file.fileno(), 0)
+    assert mapped is not None and mapped.nbytes == loaded.nbytes
+    assert torch.equal(outputs(table, mapped), outputs(table, loaded))
+    changed = bytearray(content)
+    changed[-files.page_bytes] ^= 1  # of the last matrix
+    path.write_bytes(changed)
+    with path.open("rb") as file:
+        assert files.map(form, file.fileno(), 0) is None
 
 
 @pytest.mark.parametrize("dtype", PLAIN)

@@ -494,10 +494,10 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 "its values unevenly spaced (nf4, fp4), which no product here reads",
                 some_tensors(rounded),
             )
-        holds_float8 = ops.load_linear is None
+        natively = ops.load_linear is not None
         if weights.quantized:
-            held_bytes = weights.held_bytes(dtype.itemsize, holds_float8=holds_float8)
-        if weights.has_float8() and not holds_float8:
+            held_bytes = weights.held_bytes(dtype.itemsize, natively=natively)
+        if weights.has_float8() and natively:
             _LOGGER.info(
                 "weights in e4m3 are held in %s, in %d bytes each: the native kernels multiply no "
                 "e4m3",

@@ -252,8 +252,8 @@ def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
     check_requantization(weights, load.quantization)
     held_bytes = None
     if weights.quantized:
-        on_gpu = choose_device(load.device) != CPU
-        held_bytes = weights.held_bytes(dtype.itemsize, holds_float8=on_gpu)
+        natively = choose_device(load.device) == CPU
+        held_bytes = weights.held_bytes(dtype.itemsize, natively=natively)
     elements = ElementBytes(dtype.itemsize, scratch_bytes, load.quantization, weights=held_bytes)
     return FoundDraft(load, checkpoint, spec, DraftSizes(spec, elements))
 
@@ -337,9 +337,9 @@ def _find_mtp(load: LoadConfig, target: ModelSpec, dtype_bytes: int) -> MtpSpec:
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.mtp import read_mtp_spec
 
-    on_gpu = choose_device(load.device) != CPU
+    natively = choose_device(load.device) == CPU
     path = find_checkpoint(load).path
-    return read_mtp_spec(path, target, dtype_bytes, load.quantization, holds_float8=on_gpu)
+    return read_mtp_spec(path, target, dtype_bytes, load.quantization, natively=natively)
 
 
 def planned_mtp(target: ModelSpec, elements: ElementBytes, block_size: int) -> DraftSizes:

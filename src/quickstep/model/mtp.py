@@ -241,10 +241,10 @@ def lacks_counted_layer(weights: CheckpointWeights) -> bool:
 
 
 def read_mtp_spec(
-    path: Path, target: ModelSpec, dtype_bytes: int, quantization: str | None, holds_float8: bool
+    path: Path, target: ModelSpec, dtype_bytes: int, quantization: str | None, natively: bool
 ) -> MtpSpec:
-    """Read what the prediction layer of a checkpoint is. Numbers in e4m3 are held in the dtype
-    unless `holds_float8`.
+    """Read what the prediction layer of a checkpoint is; `natively` as for
+    `CheckpointWeights.held_bytes`.
 
     Raises:
         ConfigError: The files hold none, or not all of it.
@@ -254,9 +254,7 @@ def read_mtp_spec(
     of_layer = {name: shape for name, shape in weights.shapes.items() if name not in naming.outer}
     decoder = layer_of_target(target)
     if replace(weights, shapes=of_layer).quantized:
-        num_bytes = replace(weights, shapes=of_layer).held_bytes(
-            dtype_bytes, holds_float8=holds_float8
-        )
+        num_bytes = replace(weights, shapes=of_layer).held_bytes(dtype_bytes, natively=natively)
     else:
         num_bytes = tensor_bytes(weights.spec, of_layer.items(), dtype_bytes, quantization)
     decoder = replace(weights.spec, parameter_count=decoder.parameter_count)

@@ -45,8 +45,11 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             number.
         group_size: Inputs that share a scale; C for one scale per output.
         has_super_scales: Whether scales of groups are bytes, multiplied by those of super-blocks.
-        part_bytes: Of weights, scales, zeros and bias, of those that there are.
-        checksum: Of all bytes, without a sign, in 64 bits.
+        part_bytes: Of weights, scales, zeros and bias, of those that there are; of a stack those
+            of all its matrices.
+        checksum: Of all bytes, without a sign, in 64 bits; of a stack 0.
+        stacked: The matrices of a stack, one below another, each with a form of its own; empty for
+            one matrix. A stack itself has `n` and `k` only.
     """
 
     bits: int
@@ -62,6 +65,7 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_super_scales: int
     part_bytes: tuple[int, ...]
     checksum: int
+    stacked: tuple[PackedForm, ...] = ()
 
 
 class HeadWeight(msgspec.Struct, frozen=True):

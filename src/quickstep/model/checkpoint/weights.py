@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ _OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|
 # Fixed scales of activations and of the KV cache.
 _FIXED = re.compile(r".+\.(input_scale|k_scale|v_scale)")
 
-# Matrices that are packed below one another: their forms become one.
+# Matrices that are packed below one another.
 _STACKS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -126,31 +127,53 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return False
         return any(storage.parts(name, shape) is not None for name, shape in self.shapes.items())
 
-    def held_bytes(self, dtype_bytes: int, *, holds_float8: bool) -> int:
-        """Bytes of the weights in memory, for a model's dtype of so many bytes; numbers in e4m3 are
-        held in that dtype unless `holds_float8`.
+    def held_bytes(self, dtype_bytes: int, *, natively: bool) -> int:
+        """Bytes of the weights in memory, for a model's dtype of so many bytes.
+
+        The native kernels hold numbers in e4m3 in that dtype, and the matrices of a stack in forms
+        of their own; torch's ops hold e4m3, and a stack in one form.
         """
         total = 0
-        stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
-        for name, shape in self.shapes.items():
-            stacks.setdefault(_stack_of(name), []).append((shape, self._form(name, shape)))
-        for stack in stacks.values():
-            forms = [form for _, form in stack if form is not None]
-            if any(form.is_float8 for form in forms) and not holds_float8:
-                forms = []
-            outputs = sum(shape[0] for shape, _ in stack)
-            if len(forms) < len(stack):
-                total += sum(math.prod(shape) for shape, _ in stack) * dtype_bytes
+        stacks: dict[str, list[str]] = {}
+        for name in self.shapes:
+            stacks.setdefault(_stack_of(name), []).append(name)
+        for names in stacks.values():
+            forms = [self._held_form(name, natively=natively) for name in names]
+            if None in forms:
+                total += sum(math.prod(self.shapes[name]) for name in names) * dtype_bytes
+            elif natively:
+                total += sum(
+                    form.num_bytes((outputs, self.shapes[names[0]][1]))
+                    for form, outputs in self._in_forms(names)
+                )
             else:
-                inputs = stack[0][0][1]
-                total += common_form(forms, inputs).num_bytes((outputs, inputs))
+                inputs = self.shapes[names[0]][1]
+                outputs = sum(self.shapes[name][0] for name in names)
+                common = common_form([form for form in forms if form is not None], inputs)
+                total += common.num_bytes((outputs, inputs))
         if self.spec.tied and self.names.head_stored:
             head = self.shapes[self.names.lm_head]
-            form = self._form(self.names.lm_head, head)
-            if form is not None and form.is_float8 and not holds_float8:
-                form = None
+            form = self._held_form(self.names.lm_head, natively=natively)
             total -= math.prod(head) * dtype_bytes if form is None else form.num_bytes(head)
         return total
+
+    def _held_form(self, name: str, *, natively: bool) -> MatrixFormat | None:
+        form = self._form(name, self.shapes[name])
+        return None if form is not None and form.is_float8 and natively else form
+
+    def _in_forms(self, names: Sequence[str]) -> Iterator[tuple[MatrixFormat, int]]:
+        """The matrices of a stack, each with its outputs: tensors of one type and form that follow
+        one another are one (`OpTable.load_linear`).
+        """
+
+        def kind_of(name: str) -> tuple[str | None, MatrixFormat | None]:
+            stored = self.files.tensors.get(name)
+            kind = None if stored is None else stored.dtype
+            return kind, self._form(name, self.shapes[name])
+
+        for (_, form), matrix in groupby(names, kind_of):
+            assert form is not None
+            yield form, sum(self.shapes[name][0] for name in matrix)
 
     def of_part(
         self, spec: ModelSpec, start: str, shapes_of: Callable[[ModelSpec], Shapes]

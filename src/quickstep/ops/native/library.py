@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 25
+ABI_VERSION = 26
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -513,6 +513,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_linear_rows", _I, (_P, _P, _P, _L, _P)),
     ("qs_quantize", _I, (_P, POINTER(QuantizeCall))),
     ("qs_quantized_create", _I, (_P, POINTER(QuantizedWeightCall), POINTER(_P))),
+    ("qs_quantized_stack", _I, (POINTER(_P), _L, POINTER(_P))),
     ("qs_quantized_destroy", None, (_P,)),
     ("qs_quantized_bytes", _L, (_P,)),
     ("qs_quantized_scratch_bytes", _L, (_P, _L)),

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -86,15 +87,37 @@ class PackedWeight:
 
 
 class PackedQuantized:
-    """Owns one `qs_quantized`; its memory is freed with this object."""
+    """Owns one `qs_quantized`; its memory is freed with this object.
 
-    __slots__ = ("__weakref__", "handle", "nbytes")
+    `stacked`: the matrices of a stack, which are in memory of their own; empty for one matrix.
+    """
 
-    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+    __slots__ = ("__weakref__", "handle", "nbytes", "stacked")
+
+    def __init__(
+        self, library: ctypes.CDLL, handle: int, stacked: tuple[PackedQuantized, ...] = ()
+    ) -> None:
         self.handle = handle
+        self.stacked = stacked
         self.nbytes: int = library.qs_quantized_bytes(handle)
         finalizer = weakref.finalize(self, library.qs_quantized_destroy, handle)
         finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
+
+
+def stacked_weight(library: ctypes.CDLL, weights: Sequence[LinearWeight]) -> LinearWeight:
+    """Quantized matrices [n, C] one below another, each in its own form: as one weight [N, C]."""
+    matrices: list[PackedQuantized] = []
+    for weight in weights:
+        assert isinstance(weight.data, PackedQuantized)
+        matrices.append(weight.data)
+    handles = (c_void_p * len(matrices))(*(matrix.handle for matrix in matrices))
+    handle = c_void_p()
+    status = library.qs_quantized_stack(handles, len(matrices), ctypes.byref(handle))
+    outputs, inputs = sum(weight.num_outputs for weight in weights), weights[0].num_inputs
+    raise_for_status(status, f"stacking {len(matrices)} matrices to {outputs} x {inputs}")
+    assert handle.value is not None
+    packed = PackedQuantized(library, handle.value, tuple(matrices))
+    return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
 
 
 class NativeQuantized:
@@ -276,14 +299,23 @@ def _part_form(kind: str, part: StoredRows, num_inputs: int) -> _Form:
     return _Form(_BITS[kind], num_inputs // part.scales.shape[1], part.zeros is not None)
 
 
-def _form_of(stored: StoredMatrix) -> _Form:
-    """The form that loses nothing of any part."""
-    forms = [_part_form(part.kind or stored.kind, part, stored.num_inputs) for part in stored.parts]
-    return _Form(
-        max(form.bits for form in forms),
-        math.gcd(*(form.group_size for form in forms)),
-        any(form.has_zeros for form in forms),
-    )
+def _has_rows(part: StoredRows) -> bool:
+    return part.num_rows > 0
+
+
+def _in_forms(stored: StoredMatrix) -> list[tuple[_Form, StoredMatrix]]:
+    """The matrices of a stack of quantized values, each in a form of its own: parts of one kind and
+    form that follow one another are one.
+    """
+
+    def form_of(part: StoredRows) -> tuple[str, _Form, bool]:
+        kind = part.kind or stored.kind
+        return kind, _part_form(kind, part, stored.num_inputs), part.factor == 1.0
+
+    return [
+        (form, StoredMatrix(kind, tuple(parts), stored.num_inputs))
+        for (kind, form, _), parts in groupby(filter(_has_rows, stored.parts), form_of)
+    ]
 
 
 class _FileRows(ctypes.Structure):
@@ -344,44 +376,38 @@ class NativeLoading:
 
     def load_linear(self, stored: StoredMatrix, bias: AnyTensor | None) -> LinearWeight:
         """`OpTable.load_linear`. Raises ConfigError for a file that cannot be read to its end."""
-        outputs = sum(part.num_rows for part in stored.parts)
-        with _opened(stored) as parts:
-            matrix = _Matrix(
-                kind=_LOADED_KINDS[stored.kind],
-                num_parts=len(stored.parts),
-                n=outputs,
-                k=stored.num_inputs,
-                parts=ctypes.addressof(parts),
-            )
-            if stored.rounding is None and _LOADED_KINDS[stored.kind] < len(_PLAIN):
-                return self._plain(stored, matrix, bias)
-            return self._quantized(stored, matrix, bias)
+        rounding = stored.rounding
+        if rounding is not None:
+            form = _Form(rounding.bits, rounding.group_size or 0, rounding.has_zeros)
+            return self._quantized(stored, form, bias)
+        if not stored.is_quantized:
+            return self._plain(stored, bias)
+        weights, end = [], 0
+        for form, matrix in _in_forms(stored):
+            start, end = end, end + sum(part.num_rows for part in matrix.parts)
+            weights.append(self._quantized(matrix, form, None if bias is None else bias[start:end]))
+        return weights[0] if len(weights) == 1 else stacked_weight(self._library, weights)
 
-    def _plain(self, stored: StoredMatrix, matrix: _Matrix, bias: AnyTensor | None) -> LinearWeight:
-        dtype = _PLAIN[matrix.kind]
+    def _plain(self, stored: StoredMatrix, bias: AnyTensor | None) -> LinearWeight:
+        dtype = _PLAIN[_LOADED_KINDS[stored.kind]]
         if bias is not None:
             bias = to_dtype(bias, dtype).contiguous()
         handle = ctypes.c_void_p()
-        status = self._library.qs_linear_load(
-            self._context,
-            ctypes.byref(matrix),
-            None if bias is None else bias.data_ptr(),
-            ctypes.byref(handle),
-        )
+        with _opened(stored) as matrix:
+            status = self._library.qs_linear_load(
+                self._context,
+                ctypes.byref(matrix),
+                None if bias is None else bias.data_ptr(),
+                ctypes.byref(handle),
+            )
         _raise_for_load(status, stored)
         assert handle.value is not None
         packed = PackedWeight(self._library, handle.value, dtype)
         return LinearWeight(packed, None, matrix.n, matrix.k, packed.nbytes)
 
-    def _quantized(
-        self, stored: StoredMatrix, matrix: _Matrix, bias: AnyTensor | None
-    ) -> LinearWeight:
+    def _quantized(self, stored: StoredMatrix, form: _Form, bias: AnyTensor | None) -> LinearWeight:
         rounding = stored.rounding
         wide_bias = None if bias is None else bias.float().contiguous()
-        if rounding is not None:
-            form = _Form(rounding.bits, rounding.group_size or 0, rounding.has_zeros)
-        else:
-            form = _form_of(stored)
         call = _QuantizedForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
@@ -391,9 +417,10 @@ class NativeLoading:
             sample_step=1 if rounding is None else rounding.sample_step,
         )
         handle = ctypes.c_void_p()
-        status = self._library.qs_quantized_load(
-            self._context, ctypes.byref(matrix), ctypes.byref(call), ctypes.byref(handle)
-        )
+        with _opened(stored) as matrix:
+            status = self._library.qs_quantized_load(
+                self._context, ctypes.byref(matrix), ctypes.byref(call), ctypes.byref(handle)
+            )
         _raise_for_load(status, stored)
         assert handle.value is not None
         if rounding is not None:
@@ -403,8 +430,8 @@ class NativeLoading:
 
 
 @contextmanager
-def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
-    """The parts with their files open, each file once."""
+def _opened(stored: StoredMatrix) -> Iterator[_Matrix]:
+    """The matrix with the files of its parts open, each file once."""
     with ExitStack() as stack:
         parts = (_FileRows * len(stored.parts))()
         descriptors: dict[Path, int] = {}
@@ -425,7 +452,13 @@ def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
             part.scales, part.zeros = _address(rows.scales), _address(rows.zeros)
             part.order, part.factor = _address(rows.order), rows.factor
             part.levels = _address(block_grid(kind) if rows.levels is None else rows.levels)
-        yield parts
+        yield _Matrix(
+            kind=_LOADED_KINDS[stored.kind],
+            num_parts=len(stored.parts),
+            n=sum(part.num_rows for part in stored.parts),
+            k=stored.num_inputs,
+            parts=ctypes.addressof(parts),
+        )
 
 
 def _address(tensor: HostTensor | None) -> int | None:

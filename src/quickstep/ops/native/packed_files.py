@@ -10,7 +10,13 @@ from hashlib import blake2b
 from typing import Self
 
 from quickstep.ops.native.library import library_path, raise_for_status
-from quickstep.ops.native.packed import UNREADABLE, PackedQuantized, PackedWeight, plain_dtype
+from quickstep.ops.native.packed import (
+    UNREADABLE,
+    PackedQuantized,
+    PackedWeight,
+    plain_dtype,
+    stacked_weight,
+)
 from quickstep.ops.weights import LinearWeight, PackedForm
 
 _PARTS = 4
@@ -63,39 +69,36 @@ class NativePackedFiles:
 
     def form(self, weight: LinearWeight) -> PackedForm:
         """How a weight is packed, and its checksum."""
-        form, parts = self._form_and_parts(weight)
-        sizes = tuple(
-            size for memory, size in zip(parts.memory, parts.bytes, strict=True) if memory
-        )
-        return PackedForm(
-            bits=form.bits,
-            dtype=form.dtype,
-            n=form.n,
-            k=form.k,
-            group_size=form.group_size,
-            has_bias=form.has_bias,
-            has_zeros=form.has_zeros,
-            half_scales=form.half_scales,
-            has_sub_scales=form.has_sub_scales,
-            has_minimums=form.has_minimums,
-            has_super_scales=form.has_super_scales,
-            part_bytes=sizes,
-            checksum=self._checksum(parts),
-        )
+        forms = tuple(self._form(*self._form_and_parts(packed)) for packed in _matrices(weight))
+        if len(forms) == 1:
+            return forms[0]
+        sizes = tuple(size for form in forms for size in form.part_bytes)
+        numbers = {name: 0 for name, _ in _PackedForm._fields_}
+        numbers |= {"n": weight.num_outputs, "k": weight.num_inputs}
+        return PackedForm(**numbers, part_bytes=sizes, checksum=0, stacked=forms)
 
     def parts(self, weight: LinearWeight) -> list[memoryview]:
         """The bytes of its parts, which are there as long as the weight."""
-        _, parts = self._form_and_parts(weight)
         return [
             memoryview((ctypes.c_char * size).from_address(memory)).cast("B")
-            for memory, size in zip(parts.memory, parts.bytes, strict=True)
-            if memory
+            for packed in _matrices(weight)
+            for memory, size in _held(self._form_and_parts(packed)[1])
         ]
 
     def map(self, form: PackedForm, file: int, offset: int) -> LinearWeight | None:
         """The weight whose parts are in an open file from `offset` on, each from a page on; None if
         it cannot be mapped, or its bytes have another checksum.
         """
+        weights = []
+        for matrix in form.stacked or (form,):
+            weight = self._map(matrix, file, offset)
+            if weight is None:
+                return None
+            weights.append(weight)
+            offset += sum(size + -size % _PAGE_BYTES for size in matrix.part_bytes)
+        return weights[0] if len(weights) == 1 else stacked_weight(self._library, weights)
+
+    def _map(self, form: PackedForm, file: int, offset: int) -> LinearWeight | None:
         call = _PackedForm(*(getattr(form, name) for name, _ in _PackedForm._fields_))
         handle = ctypes.c_void_p()
         library = self._library
@@ -110,21 +113,40 @@ class NativePackedFiles:
             packed = PackedQuantized(library, handle.value)
         else:
             packed = PackedWeight(library, handle.value, plain_dtype(form.dtype))
-        weight = LinearWeight(packed, None, form.n, form.k, packed.nbytes)
-        _, parts = self._form_and_parts(weight)
-        return weight if self._checksum(parts) == form.checksum else None
+        _, parts = self._form_and_parts(packed)
+        if self._checksum(parts) != form.checksum:
+            return None
+        return LinearWeight(packed, None, form.n, form.k, packed.nbytes)
 
     def _checksum(self, parts: _Parts) -> int:
         return int(self._library.qs_parts_checksum(self._context, ctypes.byref(parts)))
 
-    def _form_and_parts(self, weight: LinearWeight) -> tuple[_PackedForm, _Parts]:
-        packed, form, parts = weight.data, _PackedForm(), _Parts()
-        assert isinstance(packed, PackedQuantized | PackedWeight)
+    def _form(self, form: _PackedForm, parts: _Parts) -> PackedForm:
+        return PackedForm(
+            **{name: getattr(form, name) for name, _ in _PackedForm._fields_},
+            part_bytes=tuple(size for _, size in _held(parts)),
+            checksum=self._checksum(parts),
+        )
+
+    def _form_and_parts(self, packed: PackedQuantized | PackedWeight) -> tuple[_PackedForm, _Parts]:
+        form, parts = _PackedForm(), _Parts()
         library = self._library
         is_quantized = isinstance(packed, PackedQuantized)
         read = library.qs_quantized_parts if is_quantized else library.qs_linear_parts
         read(packed.handle, ctypes.byref(form), ctypes.byref(parts))
         return form, parts
+
+
+def _matrices(weight: LinearWeight) -> tuple[PackedQuantized | PackedWeight, ...]:
+    """Those of a stack, or the one."""
+    packed = weight.data
+    assert isinstance(packed, PackedQuantized | PackedWeight)
+    return (packed.stacked if isinstance(packed, PackedQuantized) else ()) or (packed,)
+
+
+def _held(parts: _Parts) -> list[tuple[int, int]]:
+    """Address and bytes of the parts that there are."""
+    return [pair for pair in zip(parts.memory, parts.bytes, strict=True) if pair[0]]
 
 
 @cache
