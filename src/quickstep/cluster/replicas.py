@@ -27,7 +27,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
@@ -303,31 +303,82 @@ class ReplicaSet:
     async def save_slot(
         self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
     ) -> SlotPrefix:
-        """Write what the only engine has cached of a prefix (`RemoteEngine.save_slot`).
+        """Write what is cached of a prefix, by the engine that has the most of it.
 
         Raises:
-            RequestError: There are several engines, or as that raises it.
-            EngineError: As that raises it.
+            RequestError: As `RemoteEngine.save_slot`.
+            EngineError: As that, or no engine runs.
         """
-        return await self._only_engine().save_slot(filename, adapter, cache_salt, token_ids)
+        cached = await self._slots(
+            [number for number, engine in enumerate(self._engines) if engine.is_serving],
+            lambda engine: engine.cached_slot(adapter, cache_salt, token_ids),
+        )
+        most = max(cached, key=lambda number: (len(cached[number].token_ids), -number))
+        return await self._engines[most].save_slot(filename, adapter, cache_salt, token_ids)
 
     async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
-        """Read such a file into the prefix cache of the only engine. Raises as `save_slot`."""
-        return await self._only_engine().restore_slot(filename, cache_salt)
+        """Read a file into the prefix cache of the engine to which the router then sends requests
+        that begin with it; with a router that does not read prompts, into those of all engines.
 
-    def _only_engine(self) -> RemoteEngine:
-        """Raises RequestError if there are several: each has a prefix cache of its own, and the
-        router learns what is in it from the requests that it sends.
+        Raises:
+            RequestError: As `RemoteEngine.restore_slot`.
+            EngineError: As that, or no engine takes requests.
         """
-        if len(self._engines) > 1:
-            raise RequestError(
-                f"slots are saved and restored with one engine, this model has "
-                f"{len(self._engines)} replicas with a prefix cache each; start it without "
-                "replicas, or with --kv-cache-dir, which needs no slots",
-                status=501,
-                code="not_supported",
-            )
-        return self._engines[0]
+        # engines on other hosts may have other files
+        stored = await self._slots(
+            self._of_decode(self._takers()),
+            lambda engine: engine.stored_slot(filename, cache_salt),
+        )
+        prefix = stored[min(stored)]
+        holders = [number for number, other in stored.items() if other == prefix]
+        if self._router.reads_prompts:
+            holders = [self._choose(self._routed_prefix(prefix, cache_salt), holders)]
+        restores = (self._engines[number].restore_slot(filename, cache_salt) for number in holders)
+        results = await asyncio.gather(*restores, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return prefix
+
+    async def _slots(
+        self, numbers: Sequence[int], find: Callable[[RemoteEngine], Awaitable[SlotPrefix]]
+    ) -> dict[int, SlotPrefix]:
+        """What engines know of a slot, by number: of those that know it. Raises RequestError and
+        EngineError if none does.
+        """
+        if not numbers:
+            self._engines[0].check_serving()
+            raise EngineError("no replica takes requests now; send it again later")
+        answers = await asyncio.gather(
+            *(find(self._engines[number]) for number in numbers), return_exceptions=True
+        )
+        found: dict[int, SlotPrefix] = {}
+        errors: list[QuickstepError] = []
+        for number, answer in zip(numbers, answers, strict=True):
+            if isinstance(answer, SlotPrefix):
+                found[number] = answer
+            elif isinstance(answer, QuickstepError):
+                errors.append(answer)
+            else:
+                raise answer
+        if not found:
+            raise errors[0]
+        return found
+
+    def _of_decode(self, numbers: Sequence[int]) -> list[int]:
+        """Of these engines, those to which the router sends requests first: the ones that decode,
+        if any of them is there.
+        """
+        return [number for number in numbers if number >= self._num_prefill] or list(numbers)
+
+    def _routed_prefix(self, prefix: SlotPrefix, cache_salt: str) -> RouteRequest:
+        """A restored prefix, for the router: a request with nothing to compute but a token, so that
+        it remembers where the blocks are, and no engine is taken to be busy with them.
+        """
+        request = Request(
+            prompt_token_ids=prefix.token_ids, adapter=prefix.adapter, cache_salt=cache_salt
+        )
+        return replace(self._routed(request), num_prompt_tokens=1)
 
     async def load_adapter(
         self, name: str, path: str, *, is_from_client: bool = False

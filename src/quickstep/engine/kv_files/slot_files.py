@@ -185,9 +185,20 @@ class SlotFiles:
             yield from parts
             yield _CHECKSUM.pack(checksum_of(parts))
 
+    def cached(self, adapter: str, root: ChainRoot, token_ids: Sequence[int]) -> SlotPrefix:
+        """What a save would write of a prefix now."""
+        num_blocks = len(self._transfers.cached_prefix(root, token_ids).block_ids)
+        tokens = tuple(token_ids[: num_blocks * self._block_size])
+        return SlotPrefix(adapter, tokens, num_blocks * self._blocks.num_bytes)
+
     async def adapter_of(self, filename: str) -> str:
         """The name of the adapter of a file. Raises RequestError, EngineError."""
         return (await asyncio.to_thread(self._read_header, filename))[0].adapter
+
+    async def stored(self, filename: str, root: ChainRoot) -> SlotPrefix:
+        """What a file has. Raises as `restore`, but for what is in its blocks."""
+        header, _ = await self._header_of(filename, root)
+        return self._prefix_of(filename, header)
 
     async def restore(self, filename: str, root: ChainRoot) -> SlotPrefix:
         """Read a file into the prefix cache.
@@ -196,13 +207,8 @@ class SlotFiles:
             RequestError: There is no such file, or it is of another model, adapter, key or salt.
             EngineError: It cannot be read, or there is no room.
         """
-        header, start = await asyncio.to_thread(self._read_header, filename)
+        header, start = await self._header_of(filename, root)
         tokens = header.token_ids
-        if self._content(root, tokens) != header.content:
-            raise RequestError(
-                f"the slot in {filename!r} is of another API key, or its adapter has changed",
-                param="filename",
-            )
         self._num_restores += 1
         name = f"slot file {self._num_restores}"
         order = self._transfers.begin_receiving(name, root, tokens, leaves_longest=False)
@@ -215,8 +221,24 @@ class SlotFiles:
         num_filled = await self._arriving.finish(self._arrive(name, order, filename, start))
         if num_filled < len(order.block_ids):
             raise EngineError(f"the slot in {filename!r} has changed; a part of it is restored")
-        num_bytes = (self._directory / filename).stat().st_size
-        return SlotPrefix(header.adapter, tokens, num_bytes)
+        return self._prefix_of(filename, header)
+
+    async def _header_of(self, filename: str, root: ChainRoot) -> tuple[SlotHeader, int]:
+        """`_read_header` of a file whose prefix begins with `root`."""
+        header, start = await asyncio.to_thread(self._read_header, filename)
+        if self._content(root, header.token_ids) != header.content:
+            raise RequestError(
+                f"the slot in {filename!r} is of another API key, or its adapter has changed",
+                param="filename",
+            )
+        return header, start
+
+    def _prefix_of(self, filename: str, header: SlotHeader) -> SlotPrefix:
+        try:
+            num_bytes = (self._directory / filename).stat().st_size
+        except OSError as error:
+            raise EngineError(f"the slot is not restored: {error.strerror}") from None
+        return SlotPrefix(header.adapter, header.token_ids, num_bytes)
 
     async def _arrive(self, name: str, order: ReceiveOrder, filename: str, start: int) -> int:
         """Fill the blocks of an order, and let them be found; how many of them."""
