@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from late_copies import use_late_copies
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
@@ -17,6 +18,13 @@ from quickstep.engine.stream import Stream
 from quickstep.types import Delta, Request, Resumed, SamplingParams
 
 PROMPT = tuple(range(20, 250))
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def where_blocks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, or moved as those of a device."""
+    if request.param == "device":
+        use_late_copies(monkeypatch)
 
 
 def engine_for(num_blocks: int = 64, **options: Any) -> Engine:

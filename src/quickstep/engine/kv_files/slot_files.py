@@ -30,7 +30,7 @@ from quickstep.engine.kv_files.span_file import checksum_of
 from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.private_directory import private_directory
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.runtime.cache.block_bytes import BlockBytes
+from quickstep.runtime.cache.block_bytes import BlockBytes, in_groups
 from quickstep.types import SlotPrefix
 
 _LOGGER = logging.getLogger(__name__)
@@ -180,10 +180,12 @@ class SlotFiles:
 
     def _parts(self, block_ids: Sequence[int]) -> Iterator[bytes]:
         """A block's bytes are copied once, so that its checksum is of what is written."""
-        for block_id in block_ids:
-            parts = [bytes(part) for part in self._blocks.of(block_id)]
-            yield from parts
-            yield _CHECKSUM.pack(checksum_of(parts))
+        for group in in_groups(self._blocks, block_ids):
+            with self._blocks.reading(group) as blocks:
+                for block in blocks:
+                    parts = list(map(bytes, block))
+                    yield from parts
+                    yield _CHECKSUM.pack(checksum_of(parts))
 
     def cached(self, adapter: str, root: ChainRoot, token_ids: Sequence[int]) -> SlotPrefix:
         """What a save would write of a prefix now."""
@@ -294,14 +296,17 @@ class SlotFiles:
         except OSError as error:
             raise EngineError(f"the slot is not restored: {error.strerror}") from None
         with file:
-            for index, block_id in enumerate(block_ids):
-                places = self._blocks.of(block_id)
-                offset = first_byte + index * num_bytes
-                if os.preadv(file.fileno(), [*places, checksum], offset) != num_bytes:
-                    return index
-                if _CHECKSUM.unpack(checksum)[0] != checksum_of(places):
-                    return index
-        return len(block_ids)
+            num_filled = 0
+            for group in in_groups(self._blocks, block_ids):
+                with self._blocks.writing(group) as blocks:
+                    for places in blocks:
+                        offset = first_byte + num_filled * num_bytes
+                        if os.preadv(file.fileno(), [*places, checksum], offset) != num_bytes:
+                            return num_filled
+                        if _CHECKSUM.unpack(checksum)[0] != checksum_of(places):
+                            return num_filled
+                        num_filled += 1
+        return num_filled
 
     def _content(self, root: ChainRoot, token_ids: Sequence[int]) -> bytes:
         size = self._block_size
