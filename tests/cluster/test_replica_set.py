@@ -716,12 +716,9 @@ def test_a_slot_is_restored_where_its_prompt_is_sent_next(
     async def restore(engine: ReplicaSet) -> None:
         for number, (_, prefix) in enumerate(saved):
             assert await engine.restore_slot(f"{number}.bin", "s") == prefix
-        for number, (request, (found, prefix)) in enumerate(zip(requests, saved, strict=True)):
+        for request, (found, prefix) in zip(requests, saved, strict=True):
             again, num_cached, _ = await cached(engine, request)
-            assert again == found
-            # later, its own measurements may make it expect more of another replica
-            if router is not RouterName.PREDICTED or not number:
-                assert num_cached == len(prefix.token_ids)
+            assert (again, num_cached) == (found, len(prefix.token_ids))
         with pytest.raises(RequestError, match="there is no slot 'none") as missing:
             await engine.restore_slot("none.bin", "s")
         assert missing.value.status == 404
@@ -761,6 +758,30 @@ def test_a_slot_is_saved_by_the_replica_that_has_the_most_of_it(tmp_path: Path) 
         await until_running(engine, 2)
 
     run(test, router=RouterName.ROUND_ROBIN, slot_save_path=str(tmp_path / "slots"))
+
+
+def test_a_restored_slot_is_computed_elsewhere_once_its_replica_has_died(tmp_path: Path) -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = request_of(engine, 1)
+        expected, _, _ = await cached(engine, request)
+        await engine.save_slot("talk.bin", "", "", request.prompt_token_ids)
+        await engine.reset_prefix_cache()
+        assert not engine._restored
+        await engine.restore_slot("talk.bin", "")
+        ((_, number),) = engine._restored
+        kill(engine, number)
+        while engine.engines[number].is_serving:
+            await asyncio.sleep(0.01)
+        again, num_cached, _ = await cached(engine, replace(request, request_id="again"))
+        assert (again, num_cached) == (expected, 0)
+        assert not engine._restored
+        await until_running(engine, 2)
+        await engine.restore_slot("talk.bin", "")
+        _, num_cached, _ = await cached(engine, replace(request, request_id="third"))
+        assert num_cached > 0
+        assert not engine._restored  # it was used, by one request
+
+    run(test, slot_save_path=str(tmp_path / "slots"))
 
 
 def test_slots_need_a_directory_with_any_number_of_replicas() -> None:

@@ -215,8 +215,7 @@ def test_a_client_does_not_notice_that_a_rank_of_its_engine_was_killed() -> None
 
 def test_slots_are_numbered_over_all_replicas_and_restored_after_a_restart(tmp_path: Path) -> None:
     """The slot of a number is no replica's: what is restored is hit wherever it was computed."""
-    options = ("--data-parallel-size", "2", "--threads", "1", "--router", "prefix")
-    options += ("--slot-save-path", str(tmp_path))
+    options = ("--data-parallel-size", "2", "--threads", "1", "--slot-save-path", str(tmp_path))
     slots = (0, 3, 7)
     found: list[list[dict[str, Any]]] = []
     for action, counted in (("save", "n_saved"), ("restore", "n_restored")):

@@ -27,6 +27,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,7 @@ from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceTimings, SlotPrefix
 
 _LOGGER = logging.getLogger(__name__)
+_MAX_RESTORED = 64  # slots that are restored and not used yet; older ones are as other prefixes
 _POLL_S = 0.05  # for what lasts longer and is rare
 
 # Makes the engine of a replica: its number, the step log of all, and who continues its requests.
@@ -95,6 +97,8 @@ class ReplicaSet:
         self._config = config
         self._recording: IO[bytes] | None = None  # of the router
         self._num_prefill = config.num_prefill
+        # slots that no request has used yet: the digests of their blocks, and in which engine
+        self._restored: deque[tuple[tuple[bytes, ...], int]] = deque(maxlen=_MAX_RESTORED)
         self._streams = streams
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
@@ -298,6 +302,7 @@ class ReplicaSet:
         counts = await asyncio.gather(*(engine.reset_prefix_cache() for engine in self._engines))
         for replica in range(len(self._engines)):
             self._router.lost_cache(replica)
+        self._restored.clear()
         return sum(counts)
 
     async def save_slot(
@@ -317,8 +322,8 @@ class ReplicaSet:
         return await self._engines[most].save_slot(filename, adapter, cache_salt, token_ids)
 
     async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
-        """Read a file into the prefix cache of the engine to which the router then sends requests
-        that begin with it; with a router that does not read prompts, into those of all engines.
+        """Read a file into the prefix cache of an engine that the router chooses and which gets the
+        first request with this prefix; with a router that does not read prompts, into those of all.
 
         Raises:
             RequestError: As `RemoteEngine.restore_slot`.
@@ -331,13 +336,17 @@ class ReplicaSet:
         )
         prefix = stored[min(stored)]
         holders = [number for number, other in stored.items() if other == prefix]
+        routed = None
         if self._router.reads_prompts:
-            holders = [self._choose(self._routed_prefix(prefix, cache_salt), holders)]
+            routed = self._routed_prefix(prefix, cache_salt)
+            holders = [self._choose(routed, holders)]
         restores = (self._engines[number].restore_slot(filename, cache_salt) for number in holders)
         results = await asyncio.gather(*restores, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+        if routed is not None:
+            self._restored.append((routed.digests, holders[0]))
         return prefix
 
     async def _slots(
@@ -467,6 +476,8 @@ class ReplicaSet:
         """An engine's process has ended (the engine only): its requests continue on others."""
         number = self._engines.index(engine)
         self._router.lost_cache(number)
+        for slot in [slot for slot in self._restored if slot[1] == number]:
+            self._restored.remove(slot)
         tried = self._trials.pop(number, None)
         self._unproven[number].clear()
         causes = causes_of(requests, tried, self._max_deaths)
@@ -673,7 +684,7 @@ class ReplicaSet:
             return takers[0], request
         routed = self._routed(request)
         if not self._num_prefill:
-            return self._choose(routed, takers), request
+            return self._choose(routed, self._restored_takers(routed, takers)), request
         numbers = range(len(self._engines))
         assignment = assign(
             routed,
@@ -688,6 +699,19 @@ class ReplicaSet:
             target = self._engines[assignment.continues_at].kv_address
             request = replace(request, handover=target)
         return assignment.engine, request
+
+    def _restored_takers(self, request: RouteRequest, takers: Sequence[int]) -> Sequence[int]:
+        """Only the engine into which a client has restored the request's prefix, for the first such
+        request and unless sequences wait there: a client restores a slot to have it used, and the
+        router has it compete with predictions.
+        """
+        for place, (digests, number) in enumerate(self._restored):
+            num = min(len(digests), len(request.digests))
+            if num and digests[num - 1] == request.digests[num - 1]:  # of the chain up to there
+                del self._restored[place]
+                is_free = number in takers and not self._engines[number].has_queue
+                return [number] if is_free else takers
+        return takers
 
     def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """An engine has computed the prompts of requests (the engine only): those that they were
