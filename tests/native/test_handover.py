@@ -85,6 +85,15 @@ async def until_idle(*engines: Engine) -> None:
             await asyncio.sleep(0.005)
 
 
+async def until_offered(engine: Engine) -> None:
+    """A request that comes before the offer of its blocks does not wait for them."""
+    transfers = engine._scheduler.held.transfers
+    assert transfers is not None
+    async with asyncio.timeout(10):
+        while not (transfers.are_open or engine.stats().scheduler.blocks.num_cached):
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("chunk", [2048, 48])
 @pytest.mark.parametrize(
     "sampling",
@@ -103,6 +112,7 @@ def test_the_bits_are_those_of_one_engine(sampling: SamplingParams, chunk: int) 
         begun = replace(request, request_id="r", seed=0, handover=second.kv_address)
         resumed = await first_tokens(first, begun)
         again = replace(begun, handover=None, resumed=resumed)
+        await until_offered(second)
         deltas = await all_of(second.stream(again))
         for index in range(sampling.n):
             complete = [*resumed[index].token_ids, *tokens_of(deltas, index)]
