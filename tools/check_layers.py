@@ -172,6 +172,7 @@ LATE = {
     "ops/resolve.py": _TORCH,
     "ops/table.py": _TORCH,
     "ops/triton/backend.py": _TORCH,
+    "runtime/cache/opening.py": _TORCH,
     "runtime/runner.py": _TORCH,
     "runtime/sampling/native_sampler.py": _TORCH,
     "runtime/sampling/prompt_scores.py": _TORCH,

@@ -28,7 +28,7 @@ from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, RequestError
 from quickstep.model.checkpoint.source import bundled_adapter, local_checkpoint
-from quickstep.types import Delta, FinishReason, Grammar, Request, SamplingParams
+from quickstep.types import Delta, FinishReason, Grammar, Request, SamplingParams, SlotPrefix
 
 TEXT = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\n"
 OPTIONS = {"num_threads": 1, "max_model_len": 512, "num_blocks": 200, "device": "cpu"}
@@ -47,6 +47,7 @@ def run(
     test: Callable[[ReplicaSet], Awaitable[None]],
     num_replicas: int = 2,
     max_moves: int = 1000,
+    router: RouterName = RouterName.PREDICTED,
     restart_limits: RestartLimits = MANY_RESTARTS,
     model: str = "demo",
     record_routing: Path | None = None,
@@ -69,7 +70,7 @@ def run(
         replicas = ReplicaSet(
             ReplicaConfig(
                 num_replicas,
-                RouterName.PREDICTED,
+                router,
                 max_moves,
                 max_deaths=1000,
                 record_routing=record_routing,
@@ -90,10 +91,12 @@ def run(
     asyncio.run(main())
 
 
-def request_of(engine: ReplicaSet, number: int, max_tokens: int = 60, **fields: Any) -> Request:
+def request_of(
+    engine: ReplicaSet, number: int, max_tokens: int = 60, cache_salt: str = "", **fields: Any
+) -> Request:
     sampling = SamplingParams(**{"max_tokens": max_tokens, **KINDS[number % len(KINDS)], **fields})
     ids = tuple(engine.tokenizer.encode(TEXT + "x = " * (number % 7)))
-    return Request(f"r{number}", ids, sampling)
+    return Request(f"r{number}", ids, sampling, cache_salt=cache_salt)
 
 
 def content(deltas: list[Delta]) -> dict[int, list[Any]]:
@@ -677,29 +680,131 @@ def test_the_decisions_of_a_live_router_are_those_of_the_simulators(tmp_path: Pa
     assert path.stat().st_mode & 0o077 == 0
 
 
+ROUTERS = [RouterName.PREDICTED, RouterName.PREFIX, RouterName.ROUND_ROBIN]
+
+
+async def cached(engine: ReplicaSet, request: Request) -> tuple[Any, int, int]:
+    """What a request gives, how many of its tokens were cached, and on which replica."""
+    found = await output(engine, request)
+    record = engine.step_log.sequences[-1]
+    assert record.request_id == request.request_id
+    num_cached = record.timings.num_cached_tokens
+    assert num_cached is not None
+    return found, num_cached, record.timings.replica
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_slots_are_saved_and_restored_with_one_engine_and_refused_with_several(
-    num_replicas: int, tmp_path: Path
+def test_a_slot_is_restored_where_its_prompt_is_sent_next(
+    num_replicas: int, router: RouterName, tmp_path: Path
 ) -> None:
+    """Also by other engines, after a restart, and if another prefix is cached by each of them."""
+    options = {"slot_save_path": str(tmp_path / "slots")}
+    requests: list[Request] = []
+    saved: list[tuple[Any, SlotPrefix]] = []
+
+    async def save(engine: ReplicaSet) -> None:
+        for number in range(4):
+            request = request_of(engine, number, cache_salt="s")
+            requests.append(request)
+            found, _, _ = await cached(engine, request)
+            tokens = request.prompt_token_ids
+            prefix = await engine.save_slot(f"{number}.bin", "", "s", tokens)
+            assert prefix.token_ids == tokens[: len(tokens) // 16 * 16] != ()
+            saved.append((found, prefix))
+
+    async def restore(engine: ReplicaSet) -> None:
+        for number, (_, prefix) in enumerate(saved):
+            assert await engine.restore_slot(f"{number}.bin", "s") == prefix
+        for request, (found, prefix) in zip(requests, saved, strict=True):
+            again, num_cached, _ = await cached(engine, request)
+            assert (again, num_cached) == (found, len(prefix.token_ids))
+        with pytest.raises(RequestError, match="there is no slot 'none") as missing:
+            await engine.restore_slot("none.bin", "s")
+        assert missing.value.status == 404
+        with pytest.raises(RequestError, match="of another API key"):
+            await engine.restore_slot("0.bin", "t")
+        for name in ("../0.bin", ""):
+            with pytest.raises(RequestError, match="must be the name of a file"):
+                await engine.restore_slot(name, "s")
+            with pytest.raises(RequestError, match="must be the name of a file"):
+                await engine.save_slot(name, "", "s", prefix.token_ids)
+        with pytest.raises(EngineError, match="nothing of the slot's 16 tokens is cached"):
+            await engine.save_slot("other.bin", "", "s", range(16))
+
+    run(save, num_replicas, router=router, **options)
+    run(restore, num_replicas, router=router, **options)
+
+
+def test_a_slot_is_saved_by_the_replica_that_has_the_most_of_it(tmp_path: Path) -> None:
+    """Both have the beginning; and it is restored once one of them has died."""
+
+    async def test(engine: ReplicaSet) -> None:
+        ids = tuple(engine.tokenizer.encode(TEXT * 8))
+        sampling = SamplingParams(max_tokens=4, temperature=0.0)
+        lengths, replicas = (40, len(ids)), []
+        for name, length in enumerate(lengths):
+            _, _, replica = await cached(engine, Request(str(name), ids[:length], sampling))
+            replicas.append(replica)
+        assert sorted(replicas) == [0, 1]
+        prefix = await engine.save_slot("talk.bin", "", "", ids)
+        assert prefix.token_ids == ids[: len(ids) // 16 * 16]
+        kill(engine, replicas[1])
+        while engine.engines[replicas[1]].is_serving:
+            await asyncio.sleep(0.01)
+        assert await engine.restore_slot("talk.bin", "") == prefix
+        _, num_cached, _ = await cached(engine, Request("again", ids, sampling))
+        assert num_cached == (len(ids) - 1) // 16 * 16
+        await until_running(engine, 2)
+
+    run(test, router=RouterName.ROUND_ROBIN, slot_save_path=str(tmp_path / "slots"))
+
+
+def test_a_restored_slot_is_computed_elsewhere_once_its_replica_has_died(tmp_path: Path) -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = request_of(engine, 1)
+        expected, _, _ = await cached(engine, request)
+        await engine.save_slot("talk.bin", "", "", request.prompt_token_ids)
+        await engine.reset_prefix_cache()
+        assert not engine._restored
+        await engine.restore_slot("talk.bin", "")
+        ((_, number),) = engine._restored
+        kill(engine, number)
+        while engine.engines[number].is_serving:
+            await asyncio.sleep(0.01)
+        again, num_cached, _ = await cached(engine, replace(request, request_id="again"))
+        assert (again, num_cached) == (expected, 0)
+        assert not engine._restored
+        await until_running(engine, 2)
+        await engine.restore_slot("talk.bin", "")
+        _, num_cached, _ = await cached(engine, replace(request, request_id="third"))
+        assert num_cached > 0
+        assert not engine._restored  # it was used, by one request
+
+    run(test, slot_save_path=str(tmp_path / "slots"))
+
+
+def test_slots_need_a_directory_with_any_number_of_replicas() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        for work in (engine.save_slot("a", "", "", range(16)), engine.restore_slot("a", "")):
+            with pytest.raises(RequestError, match="--slot-save-path") as refused:
+                await work
+            assert (refused.value.status, refused.value.code) == (501, "not_supported")
+
+    run(test)
+
+
+def test_a_recorded_router_replays_restored_slots(tmp_path: Path) -> None:
+    path = tmp_path / "router.jsonl"
+
     async def test(engine: ReplicaSet) -> None:
         request = request_of(engine, 0)
         await output(engine, request)
-        tokens = request.prompt_token_ids
-        if num_replicas > 1:
-            for work in (
-                engine.save_slot("talk.bin", "", "", tokens),
-                engine.restore_slot("talk.bin", ""),
-            ):
-                with pytest.raises(RequestError, match="2 replicas with a prefix cache each") as no:
-                    await work
-                assert (no.value.status, no.value.code) == (501, "not_supported")
-            return
-        saved = await engine.save_slot("talk.bin", "", "", tokens)
-        assert tuple(tokens)[: len(saved.token_ids)] == saved.token_ids != ()
+        await engine.save_slot("talk.bin", "", "", request.prompt_token_ids)
         await engine.reset_prefix_cache()
-        assert await engine.restore_slot("talk.bin", "") == saved
+        await engine.restore_slot("talk.bin", "")
         await output(engine, replace(request, request_id="again"))
-        record = engine.step_log.sequences[-1]
-        assert record.timings.num_cached_tokens == len(saved.token_ids)
 
-    run(test, num_replicas, slot_save_path=str(tmp_path / "slots"))
+    run(test, record_routing=path, slot_save_path=str(tmp_path / "slots"))
+    replayed = replay_routing(path.read_bytes().splitlines(keepends=True))
+    assert (replayed.different_line, replayed.num_choices) == (None, 3)

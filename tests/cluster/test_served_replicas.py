@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -210,3 +211,39 @@ def test_a_client_does_not_notice_that_a_rank_of_its_engine_was_killed() -> None
     while set(processes()) & {engine, rank} and time.monotonic() < end:
         time.sleep(0.02)
     assert not set(processes()) & {engine, rank}
+
+
+def test_slots_are_numbered_over_all_replicas_and_restored_after_a_restart(tmp_path: Path) -> None:
+    """The slot of a number is no replica's: what is restored is hit wherever it was computed."""
+    options = ("--data-parallel-size", "2", "--threads", "1", "--slot-save-path", str(tmp_path))
+    slots = (0, 3, 7)
+    found: list[list[dict[str, Any]]] = []
+    for action, counted in (("save", "n_saved"), ("restore", "n_restored")):
+        with serving("demo", *options) as (process, address):
+            assert process.stderr is not None
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            assert [slot["id"] for slot in httpx.get(f"{address}/slots").json()] == [*range(8)]
+            assert httpx.get(f"{address}/props").json()["total_slots"] == 8
+
+            def completion(slot: int, address: str = address) -> dict[str, Any]:
+                prompt = [*range(20 + slot, 120), slot]
+                body = {"prompt": prompt, "n_predict": 8, "seed": 3, "id_slot": slot}
+                answer = httpx.post(f"{address}/completion", json=body, timeout=60)
+                return {"status": answer.status_code, **answer.json()}
+
+            if action == "save":
+                found.append([completion(slot) for slot in slots])
+                assert "the slots 0 to 7" in completion(8)["error"]["message"]
+            else:
+                url = f"{address}/slots/0?action=restore"
+                missing = httpx.post(url, json={"filename": "other"})
+                assert missing.status_code == 404
+            for slot in slots:
+                url = f"{address}/slots/{slot}?action={action}"
+                answer = httpx.post(url, json={"filename": f"{slot}.bin"}, timeout=60).json()
+                assert answer[counted] == 96, answer
+            if action == "restore":
+                found.append([completion(slot) for slot in slots])
+    first, restored = found
+    assert [one["content"] for one in restored] == [one["content"] for one in first]
+    assert [one["tokens_cached"] for one in restored] == [96, 96, 80]

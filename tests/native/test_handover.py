@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from late_copies import use_late_copies
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
@@ -17,6 +18,13 @@ from quickstep.engine.stream import Stream
 from quickstep.types import Delta, Request, Resumed, SamplingParams
 
 PROMPT = tuple(range(20, 250))
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def where_blocks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, or moved as those of a device."""
+    if request.param == "device":
+        use_late_copies(monkeypatch)
 
 
 def engine_for(num_blocks: int = 64, **options: Any) -> Engine:
@@ -77,6 +85,15 @@ async def until_idle(*engines: Engine) -> None:
             await asyncio.sleep(0.005)
 
 
+async def until_offered(engine: Engine) -> None:
+    """A request that comes before the offer of its blocks does not wait for them."""
+    transfers = engine._scheduler.held.transfers
+    assert transfers is not None
+    async with asyncio.timeout(10):
+        while not (transfers.are_open or engine.stats().scheduler.blocks.num_cached):
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("chunk", [2048, 48])
 @pytest.mark.parametrize(
     "sampling",
@@ -95,6 +112,7 @@ def test_the_bits_are_those_of_one_engine(sampling: SamplingParams, chunk: int) 
         begun = replace(request, request_id="r", seed=0, handover=second.kv_address)
         resumed = await first_tokens(first, begun)
         again = replace(begun, handover=None, resumed=resumed)
+        await until_offered(second)
         deltas = await all_of(second.stream(again))
         for index in range(sampling.n):
             complete = [*resumed[index].token_ids, *tokens_of(deltas, index)]

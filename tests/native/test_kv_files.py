@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from late_copies import use_late_copies
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.core.resources.kv_tiers import KVTiers, RestorePiece, SaveOrder, Span, TierBlock
@@ -27,6 +28,13 @@ from quickstep.types import Delta, Request, SamplingParams, SequenceTimings
 
 PROMPT = tuple(range(20, 450))
 NUM_BLOCKS = len(PROMPT) // 16
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def where_blocks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, or moved as those of a device."""
+    if request.param == "device":
+        use_late_copies(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

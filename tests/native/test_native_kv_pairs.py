@@ -29,8 +29,8 @@ from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
 from quickstep.ops.tensors import CPU
-from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.runtime.cache.kv_cache import allocate_kv, kv_bytes
+from quickstep.runtime.cache.opening import open_block_bytes
 
 LEVELS = native_status().levels
 TABLES = (*LEVELS, "reference")
@@ -191,7 +191,7 @@ def test_a_cache_is_in_pairs_where_kernels_read_them_and_its_sizes_allow_it() ->
         layout = KVLayout(groups, dtype, in_pairs=True)
         kv = allocate_kv(layout, 3, block_size, CPU)
         assert sum(tensor.nbytes for tensor in kv.tensors) == kv_bytes(layout, 3, block_size)
-        assert BlockBytes(kv).num_bytes == layout.bytes_per_token * block_size
+        assert open_block_bytes(kv).num_bytes == layout.bytes_per_token * block_size
         return [in_pairs(keys) for keys in kv.keys]
 
     assert shapes(32) == [True, False, False]
@@ -203,7 +203,9 @@ def test_a_cache_is_in_pairs_where_kernels_read_them_and_its_sizes_allow_it() ->
 def test_blocks_in_pairs_and_in_rows_have_other_fingerprints() -> None:
     layout = KVLayout(kv_groups([KVSize(2, 64)]), torch.bfloat16)
     found = {
-        BlockBytes(allocate_kv(replace(layout, in_pairs=in_pairs), 3, 16, CPU)).fingerprint("model")
+        open_block_bytes(allocate_kv(replace(layout, in_pairs=in_pairs), 3, 16, CPU)).fingerprint(
+            "model"
+        )
         for in_pairs in (False, True)
     }
     assert len(found) == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late_copies import use_late_copies
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
@@ -19,6 +20,13 @@ from quickstep.types import Delta, Request, SamplingParams, SequenceTimings
 PROMPT = tuple(range(20, 450))
 NUM_TOKENS = len(PROMPT) // 16 * 16
 SALT = "3:ann"
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def where_blocks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, or moved as those of a device."""
+    if request.param == "device":
+        use_late_copies(monkeypatch)
 
 
 def engine_for(directory: Path | None, **cache: Any) -> Engine:

@@ -27,7 +27,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
@@ -65,6 +66,7 @@ from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceTimings, SlotPrefix
 
 _LOGGER = logging.getLogger(__name__)
+_MAX_RESTORED = 64  # slots that are restored and not used yet; older ones are as other prefixes
 _POLL_S = 0.05  # for what lasts longer and is rare
 
 # Makes the engine of a replica: its number, the step log of all, and who continues its requests.
@@ -95,6 +97,8 @@ class ReplicaSet:
         self._config = config
         self._recording: IO[bytes] | None = None  # of the router
         self._num_prefill = config.num_prefill
+        # slots that no request has used yet: the digests of their blocks, and in which engine
+        self._restored: deque[tuple[tuple[bytes, ...], int]] = deque(maxlen=_MAX_RESTORED)
         self._streams = streams
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
@@ -298,36 +302,92 @@ class ReplicaSet:
         counts = await asyncio.gather(*(engine.reset_prefix_cache() for engine in self._engines))
         for replica in range(len(self._engines)):
             self._router.lost_cache(replica)
+        self._restored.clear()
         return sum(counts)
 
     async def save_slot(
         self, filename: str, adapter: str, cache_salt: str, token_ids: Sequence[int]
     ) -> SlotPrefix:
-        """Write what the only engine has cached of a prefix (`RemoteEngine.save_slot`).
+        """Write what is cached of a prefix, by the engine that has the most of it.
 
         Raises:
-            RequestError: There are several engines, or as that raises it.
-            EngineError: As that raises it.
+            RequestError: As `RemoteEngine.save_slot`.
+            EngineError: As that, or no engine runs.
         """
-        return await self._only_engine().save_slot(filename, adapter, cache_salt, token_ids)
+        cached = await self._slots(
+            [number for number, engine in enumerate(self._engines) if engine.is_serving],
+            lambda engine: engine.cached_slot(adapter, cache_salt, token_ids),
+        )
+        most = max(cached, key=lambda number: (len(cached[number].token_ids), -number))
+        return await self._engines[most].save_slot(filename, adapter, cache_salt, token_ids)
 
     async def restore_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
-        """Read such a file into the prefix cache of the only engine. Raises as `save_slot`."""
-        return await self._only_engine().restore_slot(filename, cache_salt)
+        """Read a file into the prefix cache of an engine that the router chooses and which gets the
+        first request with this prefix; with a router that does not read prompts, into those of all.
 
-    def _only_engine(self) -> RemoteEngine:
-        """Raises RequestError if there are several: each has a prefix cache of its own, and the
-        router learns what is in it from the requests that it sends.
+        Raises:
+            RequestError: As `RemoteEngine.restore_slot`.
+            EngineError: As that, or no engine takes requests.
         """
-        if len(self._engines) > 1:
-            raise RequestError(
-                f"slots are saved and restored with one engine, this model has "
-                f"{len(self._engines)} replicas with a prefix cache each; start it without "
-                "replicas, or with --kv-cache-dir, which needs no slots",
-                status=501,
-                code="not_supported",
-            )
-        return self._engines[0]
+        # engines on other hosts may have other files
+        stored = await self._slots(
+            self._of_decode(self._takers()),
+            lambda engine: engine.stored_slot(filename, cache_salt),
+        )
+        prefix = stored[min(stored)]
+        holders = [number for number, other in stored.items() if other == prefix]
+        routed = None
+        if self._router.reads_prompts:
+            routed = self._routed_prefix(prefix, cache_salt)
+            holders = [self._choose(routed, holders)]
+        restores = (self._engines[number].restore_slot(filename, cache_salt) for number in holders)
+        results = await asyncio.gather(*restores, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if routed is not None:
+            self._restored.append((routed.digests, holders[0]))
+        return prefix
+
+    async def _slots(
+        self, numbers: Sequence[int], find: Callable[[RemoteEngine], Awaitable[SlotPrefix]]
+    ) -> dict[int, SlotPrefix]:
+        """What engines know of a slot, by number: of those that know it. Raises RequestError and
+        EngineError if none does.
+        """
+        if not numbers:
+            self._engines[0].check_serving()
+            raise EngineError("no replica takes requests now; send it again later")
+        answers = await asyncio.gather(
+            *(find(self._engines[number]) for number in numbers), return_exceptions=True
+        )
+        found: dict[int, SlotPrefix] = {}
+        errors: list[QuickstepError] = []
+        for number, answer in zip(numbers, answers, strict=True):
+            if isinstance(answer, SlotPrefix):
+                found[number] = answer
+            elif isinstance(answer, QuickstepError):
+                errors.append(answer)
+            else:
+                raise answer
+        if not found:
+            raise errors[0]
+        return found
+
+    def _of_decode(self, numbers: Sequence[int]) -> list[int]:
+        """Of these engines, those to which the router sends requests first: the ones that decode,
+        if any of them is there.
+        """
+        return [number for number in numbers if number >= self._num_prefill] or list(numbers)
+
+    def _routed_prefix(self, prefix: SlotPrefix, cache_salt: str) -> RouteRequest:
+        """A restored prefix, for the router: a request with nothing to compute but a token, so that
+        it remembers where the blocks are, and no engine is taken to be busy with them.
+        """
+        request = Request(
+            prompt_token_ids=prefix.token_ids, adapter=prefix.adapter, cache_salt=cache_salt
+        )
+        return replace(self._routed(request), num_prompt_tokens=1)
 
     async def load_adapter(
         self, name: str, path: str, *, is_from_client: bool = False
@@ -416,6 +476,8 @@ class ReplicaSet:
         """An engine's process has ended (the engine only): its requests continue on others."""
         number = self._engines.index(engine)
         self._router.lost_cache(number)
+        for slot in [slot for slot in self._restored if slot[1] == number]:
+            self._restored.remove(slot)
         tried = self._trials.pop(number, None)
         self._unproven[number].clear()
         causes = causes_of(requests, tried, self._max_deaths)
@@ -622,7 +684,7 @@ class ReplicaSet:
             return takers[0], request
         routed = self._routed(request)
         if not self._num_prefill:
-            return self._choose(routed, takers), request
+            return self._choose(routed, self._restored_takers(routed, takers)), request
         numbers = range(len(self._engines))
         assignment = assign(
             routed,
@@ -637,6 +699,19 @@ class ReplicaSet:
             target = self._engines[assignment.continues_at].kv_address
             request = replace(request, handover=target)
         return assignment.engine, request
+
+    def _restored_takers(self, request: RouteRequest, takers: Sequence[int]) -> Sequence[int]:
+        """Only the engine into which a client has restored the request's prefix, for the first such
+        request and unless sequences wait there: a client restores a slot to have it used, and the
+        router has it compete with predictions.
+        """
+        for place, (digests, number) in enumerate(self._restored):
+            num = min(len(digests), len(request.digests))
+            if num and digests[num - 1] == request.digests[num - 1]:  # of the chain up to there
+                del self._restored[place]
+                is_free = number in takers and not self._engines[number].has_queue
+                return [number] if is_free else takers
+        return takers
 
     def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """An engine has computed the prompts of requests (the engine only): those that they were

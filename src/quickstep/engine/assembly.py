@@ -236,7 +236,7 @@ def wire_engine(
     from quickstep.engine.records.step_log import StepLog
     from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_times.cost_fits import FitSaver
-    from quickstep.runtime.cache.block_bytes import BlockBytes
+    from quickstep.runtime.cache.opening import open_block_bytes
 
     block_size = config.cache.block_size
     graphs = graph_options(config, model, kv, plan)
@@ -246,7 +246,9 @@ def wire_engine(
     if config.cache.kv_cache_dir is not None:
         from quickstep.engine.kv_files.tier import EngineTier, open_directory
 
-        kv_directory, tier = open_directory(config.cache, kv, description.fingerprint)
+        kv_directory, tier = open_directory(
+            config.cache, open_block_bytes(kv), description.fingerprint
+        )
         settings = replace(settings, kv_tier=tier)
     if config.cache.slot_save_path is not None:
         settings = replace(settings, transfers_kv=True)
@@ -270,17 +272,17 @@ def wire_engine(
         from quickstep.engine.handover.transfers import EngineTransfers
 
         kv_transfers = EngineTransfers(
-            scheduler, BlockBytes(kv), description.fingerprint, time.monotonic
+            scheduler, open_block_bytes(kv), description.fingerprint, time.monotonic
         )
     kv_tier = None
     if kv_directory is not None:
-        kv_tier = EngineTier(scheduler, BlockBytes(kv), kv_directory, time.monotonic)
+        kv_tier = EngineTier(scheduler, open_block_bytes(kv), kv_directory, time.monotonic)
     slot_files = None
     if config.cache.slot_save_path is not None:
         from quickstep.engine.kv_files.slot_files import SlotFiles
 
         slot_files = SlotFiles.open(
-            config.cache, scheduler, BlockBytes(kv), description.fingerprint, time.monotonic
+            config.cache, scheduler, open_block_bytes(kv), description.fingerprint, time.monotonic
         )
     return Engine(
         description,
@@ -768,7 +770,10 @@ def _check_moved_kv(config: EngineConfig, planned: _Planned, what: str, options:
     """Refuse what cannot move KV blocks to or from other places. Raises ConfigError."""
     needs = f"{what} need"
     if planned.device.type != "cpu":
-        raise ConfigError(f"{needs} CPUs today: leave {options} out")
+        _LOGGER.warning(
+            "%s: KV blocks are copied between the GPU and host memory, which no GPU has run yet",
+            options,
+        )
     if config.load.num_ranks > 1:
         raise ConfigError(
             f"{needs} engines of one process: leave --tensor-parallel-size and "

@@ -273,6 +273,17 @@ class Engine:
         adapter = await files.adapter_of(filename)
         return await files.restore(filename, self._root(adapter, cache_salt))
 
+    def cached_slot(self, adapter: str, cache_salt: str, token_ids: Sequence[int]) -> SlotPrefix:
+        """What `save_slot` would write of a prefix now. Raises RequestError."""
+        files = self._require_slot_files()
+        return files.cached(adapter, self._root(adapter, cache_salt), token_ids)
+
+    async def stored_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        """What `restore_slot` would read from a file. Raises as that, but for room."""
+        files = self._require_slot_files()
+        adapter = await files.adapter_of(filename)
+        return await files.stored(filename, self._root(adapter, cache_salt))
+
     def _root(self, adapter: str, cache_salt: str) -> ChainRoot:
         request = self.with_adapter_id(Request("", (0,), SamplingParams(), adapter=adapter))
         return ChainRoot(request.adapter_id, cache_salt)

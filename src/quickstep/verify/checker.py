@@ -452,8 +452,8 @@ class _Verifier:
         self._report.of(scenario.name).runs.add(counts)
 
     def _has_all_blocks(self, setup: Setup) -> bool:
-        """Whether the bytes of KV blocks are in this process's memory."""
-        return setup.num_processes == 1 and self._model.device.type == "cpu"
+        """Whether this process can move the bytes of KV blocks."""
+        return setup.num_processes == 1
 
     def _pool(self, num_blocks: int, prefix_caching: bool) -> KVBlockPool:
         return KVBlockPool(num_blocks, self._options.block_size, prefix_caching)

@@ -27,7 +27,7 @@ from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesi
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
-from quickstep.runtime.cache.block_bytes import BlockBytes
+from quickstep.runtime.cache.opening import open_block_bytes
 from quickstep.runtime.runner import ModelRunner, PostedStep
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
@@ -274,7 +274,7 @@ class _Run:
             self._scheduler.register_adapter(adapter_id, 1)
         self._stored: StoredBlocks[list[bytes]] | None = None
         if config.kv_tier is not None:
-            self._blocks = BlockBytes(kv)
+            self._blocks = open_block_bytes(kv)
             self._stored = StoredBlocks(self._scheduler, self._block_content, self._write_block)
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self.counts = RunCounts()
@@ -423,11 +423,13 @@ class _Run:
         return self._scheduler.held.tiers is not None and self._scheduler.held.tiers.is_restoring
 
     def _block_content(self, block_id: int) -> list[bytes]:
-        return [bytes(part) for part in self._blocks.of(block_id)]
+        with self._blocks.reading((block_id,)) as (parts,):
+            return list(map(bytes, parts))
 
     def _write_block(self, block_id: int, content: list[bytes]) -> None:
-        for place, part in zip(self._blocks.of(block_id), content, strict=True):
-            place[:] = part
+        with self._blocks.writing((block_id,)) as (places,):
+            for place, part in zip(places, content, strict=True):
+                place[:] = part
 
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""

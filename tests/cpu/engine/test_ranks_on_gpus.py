@@ -101,7 +101,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "cuda", "pipeline_parallel_size": 2}, "size 2 runs on CPUs only"),
         (
             {"device": "cuda", "tensor_parallel_size": 2, "kv_cache_dir": "kv"},
-            "stored KV blocks need CPUs today: leave --kv-cache-dir out",
+            "stored KV blocks need engines of one process: leave --tensor-parallel-size",
         ),
     ],
 )
@@ -117,7 +117,9 @@ def test_what_does_not_run_on_several_gpus_is_refused(
 def test_ranks_on_gpus_hand_no_kv_blocks_over(checkpoint: Path) -> None:
     load = LoadConfig(str(checkpoint), device="cuda", kernels="reference", tensor_parallel_size=2)
     config = EngineConfig(load, scheduler=SchedulerConfig(transfers_kv=True))
-    with pytest.raises(ConfigError, match="prefill and decode on different engines need CPUs"):
+    with pytest.raises(
+        ConfigError, match="prefill and decode on different engines need engines of one process"
+    ):
         assembly.open_engine(config)
 
 

@@ -247,3 +247,14 @@ def test_of_many_replicas_the_holders_of_the_prompt_and_some_others_are_scored(s
     assert len(chosen) > 300  # none is left out
     router.lost_cache(place)
     assert place not in router.prefixes.holders_of_longest(digests, 9)
+
+
+@pytest.mark.parametrize("name", ["predicted", "prefix"])
+def test_a_restored_prefix_is_known_and_no_replica_is_busy_with_it(name: str) -> None:
+    """A restore is a choice for a request of one token with the digests of all."""
+    for first in range(0, 3200, 100):
+        router = ROUTERS[name]()
+        loads = [replace(view, num_live=live) for view, live in zip(idle(), (2, 0), strict=True)]
+        restored = replace(request(first), num_prompt_tokens=1)
+        assert router.choose(restored, loads, 0.0) == 1
+        assert router.choose(request(first), idle(), 0.001) == 1

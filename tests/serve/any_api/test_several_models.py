@@ -307,3 +307,34 @@ def test_each_model_has_its_own_metrics_once_it_was_loaded() -> None:
     count = 'quickstep:e2e_request_latency_seconds_count{engine="0",model_name="%s"}'
     for name, num in {"a": 1, "b": 2, "c": 1}.items():
         assert f"{count % name} {num}.0" in metrics
+
+
+def test_each_model_has_slots_of_its_own() -> None:
+    """Without a name, a save is for the one that used the slot last, and an erase for all."""
+
+    async def use(client: httpx.AsyncClient, server: Server) -> None:
+        for name, prompt in (("a", "abcdefgh"), ("b", "ijkl")):
+            body = {"model": name, "prompt": prompt, "n_predict": 1, "id_slot": 0}
+            assert (await client.post("/completion", json=body)).status_code == 200
+
+        async def change(action: str, id_slot: int = 0, **body: str) -> httpx.Response:
+            return await client.post(f"/slots/{id_slot}?action={action}", json=body)
+
+        saves = [await change("save", filename="x", model=name) for name in ("a", "b-alias", "c")]
+        saves.append(await change("save", filename="x"))
+        assert [save.json().get("n_saved") for save in saves] == [8, 4, None, 4]
+        assert "the model c is not loaded" in saves[2].text
+        assert "id_slot is 1" in (await change("save", 1, filename="x")).text
+        for action in ("save", "restore"):
+            unknown = await change(action, filename="x", model="d")
+            assert unknown.status_code == 404
+        assert (await change("restore", filename="x", model="a")).json()["n_restored"] == 8
+        assert (await change("save", filename="x")).json()["n_saved"] == 8
+        assert (await client.get("/slots?model=b")).json()[0]["n_ctx"]
+        assert (await client.get("/slots?model=d")).status_code == 404
+        erased = await client.post("/slots/0?action=erase&model=b")
+        assert erased.json()["n_erased"] == 6
+        assert (await client.post("/slots/0?action=erase")).json()["n_erased"] == 8
+        assert (await client.post("/slots/0?action=erase")).json()["n_erased"] == 0
+
+    serve(use)

@@ -7,7 +7,7 @@
                ... until all are sent, or the connection closes early
 
 Both engines are of one installation and have the same weights, which the offer says. Bytes go from
-the sender's KV cache to the receiver's without a copy in between.
+the sender's KV cache to the receiver's, on CPUs without a copy in between.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from quickstep.engine.handover.frames import (
     send_message,
 )
 from quickstep.errors import EngineError
-from quickstep.runtime.cache.block_bytes import BlockBytes
+from quickstep.runtime.cache.block_bytes import BlockBytes, in_groups
 from quickstep.types import KVTarget
 
 _LOGGER = logging.getLogger(__name__)
@@ -114,8 +114,10 @@ class KVReceiver:
             send_message(connection, TransferReply(order.first))
             left = list(order.block_ids)
             while left and (count := receive_count(connection)):
-                for block_id in left[:count]:
-                    receive_block(connection, self._blocks.of(block_id))
+                for group in in_groups(self._blocks, left[:count]):
+                    with self._blocks.writing(group) as blocks:
+                        for block in blocks:
+                            receive_block(connection, block)
                 self._engine.received(offer.request_id, min(count, len(left)))
                 del left[:count]
         finally:

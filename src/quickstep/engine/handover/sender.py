@@ -20,7 +20,7 @@ from quickstep.engine.handover.frames import (
     send_message,
 )
 from quickstep.errors import EngineError
-from quickstep.runtime.cache.block_bytes import BlockBytes
+from quickstep.runtime.cache.block_bytes import BlockBytes, in_groups
 from quickstep.types import Request
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,8 +95,9 @@ class KVSender:
             return
         skipped = max(0, transfer.first - order.first)
         wanted = order.block_ids[skipped:]
-        if wanted:
-            send_blocks(connection, [self._blocks.of(block_id) for block_id in wanted])
+        for group in in_groups(self._blocks, wanted):
+            with self._blocks.reading(group) as blocks:
+                send_blocks(connection, blocks)
         if order.is_last:
             send_blocks(connection, ())
 

@@ -30,7 +30,7 @@ from quickstep.engine.kv_files.span_file import checksum_of
 from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.private_directory import private_directory
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.runtime.cache.block_bytes import BlockBytes
+from quickstep.runtime.cache.block_bytes import BlockBytes, in_groups
 from quickstep.types import SlotPrefix
 
 _LOGGER = logging.getLogger(__name__)
@@ -180,14 +180,27 @@ class SlotFiles:
 
     def _parts(self, block_ids: Sequence[int]) -> Iterator[bytes]:
         """A block's bytes are copied once, so that its checksum is of what is written."""
-        for block_id in block_ids:
-            parts = [bytes(part) for part in self._blocks.of(block_id)]
-            yield from parts
-            yield _CHECKSUM.pack(checksum_of(parts))
+        for group in in_groups(self._blocks, block_ids):
+            with self._blocks.reading(group) as blocks:
+                for block in blocks:
+                    parts = list(map(bytes, block))
+                    yield from parts
+                    yield _CHECKSUM.pack(checksum_of(parts))
+
+    def cached(self, adapter: str, root: ChainRoot, token_ids: Sequence[int]) -> SlotPrefix:
+        """What a save would write of a prefix now."""
+        num_blocks = len(self._transfers.cached_prefix(root, token_ids).block_ids)
+        tokens = tuple(token_ids[: num_blocks * self._block_size])
+        return SlotPrefix(adapter, tokens, num_blocks * self._blocks.num_bytes)
 
     async def adapter_of(self, filename: str) -> str:
         """The name of the adapter of a file. Raises RequestError, EngineError."""
         return (await asyncio.to_thread(self._read_header, filename))[0].adapter
+
+    async def stored(self, filename: str, root: ChainRoot) -> SlotPrefix:
+        """What a file has. Raises as `restore`, but for what is in its blocks."""
+        header, _ = await self._header_of(filename, root)
+        return self._prefix_of(filename, header)
 
     async def restore(self, filename: str, root: ChainRoot) -> SlotPrefix:
         """Read a file into the prefix cache.
@@ -196,13 +209,8 @@ class SlotFiles:
             RequestError: There is no such file, or it is of another model, adapter, key or salt.
             EngineError: It cannot be read, or there is no room.
         """
-        header, start = await asyncio.to_thread(self._read_header, filename)
+        header, start = await self._header_of(filename, root)
         tokens = header.token_ids
-        if self._content(root, tokens) != header.content:
-            raise RequestError(
-                f"the slot in {filename!r} is of another API key, or its adapter has changed",
-                param="filename",
-            )
         self._num_restores += 1
         name = f"slot file {self._num_restores}"
         order = self._transfers.begin_receiving(name, root, tokens, leaves_longest=False)
@@ -215,8 +223,24 @@ class SlotFiles:
         num_filled = await self._arriving.finish(self._arrive(name, order, filename, start))
         if num_filled < len(order.block_ids):
             raise EngineError(f"the slot in {filename!r} has changed; a part of it is restored")
-        num_bytes = (self._directory / filename).stat().st_size
-        return SlotPrefix(header.adapter, tokens, num_bytes)
+        return self._prefix_of(filename, header)
+
+    async def _header_of(self, filename: str, root: ChainRoot) -> tuple[SlotHeader, int]:
+        """`_read_header` of a file whose prefix begins with `root`."""
+        header, start = await asyncio.to_thread(self._read_header, filename)
+        if self._content(root, header.token_ids) != header.content:
+            raise RequestError(
+                f"the slot in {filename!r} is of another API key, or its adapter has changed",
+                param="filename",
+            )
+        return header, start
+
+    def _prefix_of(self, filename: str, header: SlotHeader) -> SlotPrefix:
+        try:
+            num_bytes = (self._directory / filename).stat().st_size
+        except OSError as error:
+            raise EngineError(f"the slot is not restored: {error.strerror}") from None
+        return SlotPrefix(header.adapter, header.token_ids, num_bytes)
 
     async def _arrive(self, name: str, order: ReceiveOrder, filename: str, start: int) -> int:
         """Fill the blocks of an order, and let them be found; how many of them."""
@@ -272,14 +296,17 @@ class SlotFiles:
         except OSError as error:
             raise EngineError(f"the slot is not restored: {error.strerror}") from None
         with file:
-            for index, block_id in enumerate(block_ids):
-                places = self._blocks.of(block_id)
-                offset = first_byte + index * num_bytes
-                if os.preadv(file.fileno(), [*places, checksum], offset) != num_bytes:
-                    return index
-                if _CHECKSUM.unpack(checksum)[0] != checksum_of(places):
-                    return index
-        return len(block_ids)
+            num_filled = 0
+            for group in in_groups(self._blocks, block_ids):
+                with self._blocks.writing(group) as blocks:
+                    for places in blocks:
+                        offset = first_byte + num_filled * num_bytes
+                        if os.preadv(file.fileno(), [*places, checksum], offset) != num_bytes:
+                            return num_filled
+                        if _CHECKSUM.unpack(checksum)[0] != checksum_of(places):
+                            return num_filled
+                        num_filled += 1
+        return num_filled
 
     def _content(self, root: ChainRoot, token_ids: Sequence[int]) -> bytes:
         size = self._block_size

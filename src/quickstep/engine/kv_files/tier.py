@@ -20,33 +20,30 @@ from quickstep.config import CacheConfig, KVTierConfig
 from quickstep.core.resources.kv_tiers import KVTiers, RestoreOrder, SaveOrder
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.kv_files.directory import KVDirectory, identity_of
-from quickstep.ops.table import KVCache
-from quickstep.runtime.cache.block_bytes import BlockBytes
+from quickstep.runtime.cache.block_bytes import BlockBytes, num_at_once
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 10.0  # how long the end of an engine waits for its blocks to be written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _MAX_WARNINGS = 3
 _DEFAULT_BYTES = 10_000_000_000  # of `--kv-cache-disk-bytes`
-_SPAN_BYTES = 16 << 20  # most that is copied at once
 _SPAN_BLOCKS = 64
 
 
 def open_directory(
-    cache: CacheConfig, kv: KVCache, fingerprint: str
+    cache: CacheConfig, blocks: BlockBytes, fingerprint: str
 ) -> tuple[KVDirectory, KVTierConfig]:
-    """The directory of a model whose blocks are in `kv`, and what the scheduler has to know of it.
-    Raises ConfigError if it cannot be used.
+    """The directory of a model with these blocks, and what the scheduler has to know of it. Raises
+    ConfigError if it cannot be used.
     """
     assert cache.kv_cache_dir is not None, "there is a directory"
-    blocks = BlockBytes(kv)
     block_bytes = blocks.num_bytes
     identity = identity_of(blocks.fingerprint(fingerprint), cache.block_size, block_bytes)
     directory = KVDirectory.open(Path(cache.kv_cache_dir).expanduser(), identity, block_bytes)
     config = KVTierConfig(
         block_bytes,
         cache.kv_cache_disk_bytes or _DEFAULT_BYTES,
-        max(1, min(_SPAN_BLOCKS, _SPAN_BYTES // block_bytes)),
+        min(_SPAN_BLOCKS, num_at_once(block_bytes)),
         directory.may_write,
     )
     return directory, config
@@ -143,9 +140,8 @@ class EngineTier:
         is_saved = False
         try:
             self._directory.remove(order.removed)
-            content = [
-                [bytes(part) for part in self._blocks.of(block_id)] for block_id in order.block_ids
-            ]
+            with self._blocks.reading(order.block_ids) as blocks:
+                content = [list(map(bytes, parts)) for parts in blocks]
             if self._confirm(order):
                 self._directory.write(order, content)
                 is_saved = True
@@ -162,15 +158,15 @@ class EngineTier:
     def _restore(self, order: RestoreOrder) -> None:
         started_s, num_blocks, name = self._clock(), 0, order.request_id
         for piece in order.pieces:
-            places = [self._blocks.of(block_id) for block_id in piece.block_ids]
             try:
-                self._directory.read(piece, places)
+                with self._blocks.writing(piece.block_ids) as places:
+                    self._directory.read(piece, places)
             except Exception as error:  # whatever it is, the request computes the blocks
                 self._warn(f"stored KV blocks are not used ({piece.name}): %s", error)
                 self._directory.remove((piece.name,))
                 self._soon(partial(self._tiers.forget_span, piece.name))
                 break
-            num_piece = len(places)
+            num_piece = len(piece.block_ids)
             num_blocks += num_piece
             self._soon(partial(self._tiers.restored, name, num_piece))
         seconds = self._clock() - started_s

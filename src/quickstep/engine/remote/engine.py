@@ -39,6 +39,8 @@ from quickstep.engine.remote.messages import (
     Accepted,
     AdapterNote,
     Draining,
+    FindCachedSlot,
+    FindStoredSlot,
     FromEngine,
     LoadAdapter,
     ModelFacts,
@@ -51,6 +53,7 @@ from quickstep.engine.remote.messages import (
     RestoreSlot,
     Resume,
     SaveSlot,
+    SlotMessage,
     SlotNote,
     Started,
     StatsNote,
@@ -616,7 +619,7 @@ class RemoteEngine:
             EngineError: It cannot be written, or the engine does not answer in time.
         """
         number = self._next_change()
-        return await self._moved_slot(
+        return await self._slot_answer(
             SaveSlot(number, filename, adapter, cache_salt, tuple(token_ids))
         )
 
@@ -627,9 +630,22 @@ class RemoteEngine:
             RequestError: There is no such file, or it is not of this model and salt.
             EngineError: It cannot be read, or the engine does not answer in time.
         """
-        return await self._moved_slot(RestoreSlot(self._next_change(), filename, cache_salt))
+        return await self._slot_answer(RestoreSlot(self._next_change(), filename, cache_salt))
 
-    async def _moved_slot(self, message: SaveSlot | RestoreSlot) -> SlotPrefix:
+    async def cached_slot(
+        self, adapter: str, cache_salt: str, token_ids: Sequence[int]
+    ) -> SlotPrefix:
+        """What `save_slot` would write of a prefix now. Raises RequestError, EngineError."""
+        number = self._next_change()
+        return await self._slot_answer(
+            FindCachedSlot(number, adapter, cache_salt, tuple(token_ids))
+        )
+
+    async def stored_slot(self, filename: str, cache_salt: str) -> SlotPrefix:
+        """What `restore_slot` would read from a file. Raises RequestError, EngineError."""
+        return await self._slot_answer(FindStoredSlot(self._next_change(), filename, cache_salt))
+
+    async def _slot_answer(self, message: SlotMessage) -> SlotPrefix:
         process = self._running_process()
         moved: asyncio.Future[SlotPrefix] = asyncio.get_running_loop().create_future()
         self._slots[message.number] = moved

@@ -1,7 +1,8 @@
 """The messages between the server's process and the engine's; `connection` sends them.
 
     ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings, ResetPrefixCache,
-                 LoadAdapter and UnloadAdapter, SaveSlot and RestoreSlot, in the end Stop
+                 LoadAdapter and UnloadAdapter, SaveSlot and RestoreSlot, FindCachedSlot and
+                 FindStoredSlot, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, Started,
                  and notes
 
@@ -126,6 +127,23 @@ class RestoreSlot(WireMessage, frozen=True):
     cache_salt: str
 
 
+class FindCachedSlot(WireMessage, frozen=True):
+    """Send a SlotNote with the same `number`: what a SaveSlot would write."""
+
+    number: int
+    adapter: str
+    cache_salt: str
+    token_ids: tuple[int, ...]
+
+
+class FindStoredSlot(WireMessage, frozen=True):
+    """Send a SlotNote with the same `number`: what a RestoreSlot would read."""
+
+    number: int
+    filename: str
+    cache_salt: str
+
+
 class ReadClock(WireMessage, frozen=True):
     """Send a ClockNote."""
 
@@ -237,7 +255,7 @@ class AdapterNote(WireMessage, frozen=True):
 
 
 class SlotNote(WireMessage, frozen=True):
-    """The answer to a SaveSlot or RestoreSlot: what the file has, or why it was refused."""
+    """The answer to a message about a slot: what the file has, or why it was refused."""
 
     number: int
     prefix: SlotPrefix | None = None
@@ -264,6 +282,7 @@ class Draining(WireMessage, frozen=True):
     """The engine's process will end: send no more requests; those that run may finish."""
 
 
+SlotMessage = SaveSlot | RestoreSlot | FindCachedSlot | FindStoredSlot
 ToEngine = (
     Open
     | Request
@@ -274,8 +293,7 @@ ToEngine = (
     | ResetPrefixCache
     | LoadAdapter
     | UnloadAdapter
-    | SaveSlot
-    | RestoreSlot
+    | SlotMessage
     | ReadClock
     | Stop
 )

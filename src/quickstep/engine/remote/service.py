@@ -32,6 +32,8 @@ from quickstep.engine.remote.messages import (
     AdapterNote,
     ClockNote,
     Draining,
+    FindCachedSlot,
+    FindStoredSlot,
     LoadAdapter,
     Loading,
     ModelFacts,
@@ -46,6 +48,7 @@ from quickstep.engine.remote.messages import (
     RestoreSlot,
     Resume,
     SaveSlot,
+    SlotMessage,
     SlotNote,
     Started,
     StatsNote,
@@ -281,8 +284,8 @@ class EngineService:
             case LoadAdapter() | UnloadAdapter():
                 self._num_changes += 1
                 self._start(self._change_adapters(message))
-            case SaveSlot() | RestoreSlot():
-                self._start(self._move_slot(message))
+            case SaveSlot() | RestoreSlot() | FindCachedSlot() | FindStoredSlot():
+                self._start(self._answer_slot(message))
             case ReadClock(sent_s=sent_s):
                 self._sender.put(ClockNote(sent_s, self._require_engine().stats().now_s))
             case Stop():
@@ -432,16 +435,19 @@ class EngineService:
             self._num_changes -= 1
         self._sender.put(AdapterNote(message.number, loaded, refused))
 
-    async def _move_slot(self, message: SaveSlot | RestoreSlot) -> None:
+    async def _answer_slot(self, message: SlotMessage) -> None:
         engine, prefix, refused = self._require_engine(), None, None
-        filename, cache_salt = message.filename, message.cache_salt
+        salt = message.cache_salt
         try:
-            if isinstance(message, SaveSlot):
-                prefix = await engine.save_slot(
-                    filename, message.adapter, cache_salt, message.token_ids
-                )
-            else:
-                prefix = await engine.restore_slot(filename, cache_salt)
+            match message:
+                case SaveSlot(filename=filename, adapter=adapter, token_ids=token_ids):
+                    prefix = await engine.save_slot(filename, adapter, salt, token_ids)
+                case RestoreSlot(filename=filename):
+                    prefix = await engine.restore_slot(filename, salt)
+                case FindCachedSlot(adapter=adapter, token_ids=token_ids):
+                    prefix = engine.cached_slot(adapter, salt, token_ids)
+                case FindStoredSlot(filename=filename):
+                    prefix = await engine.stored_slot(filename, salt)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # as in `_submit`

@@ -2,8 +2,9 @@
 
 Our scheduler has no slots of llama.cpp's kind: any request hits any prefix that is cached. A slot
 is here what a client means by it, the tokens of the last completion with its `id_slot`; so each key
-has slots of its own. To save one is to write the KV of these tokens into a file, to restore one is
-to make them a cached prefix again, which the next completion hits, whatever `id_slot` it has.
+and each model have slots of their own, and the slots of replicas are numbered together. To save one
+is to write the KV of these tokens into a file, to restore one is to make them a cached prefix
+again, which the next completion hits, whatever `id_slot` it has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickstep.engine.interface import ReplicatedEngine
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.fields.decode import decode_values
 from quickstep.server.fields.field_classes import effect
@@ -65,32 +67,46 @@ class SlotTokens(msgspec.Struct, frozen=True):
 
 
 class SlotsByKey:
-    """The tokens of slots, by key and number."""
+    """The tokens of slots, by key, number and model."""
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[tuple[str, int], SlotTokens] = OrderedDict()
+        self._slots: OrderedDict[tuple[str, int, str], SlotTokens] = OrderedDict()
 
     def put(self, caller: str, id_slot: int, tokens: SlotTokens) -> None:
         """A slot has these tokens from now on."""
-        self._slots[caller, id_slot] = tokens
-        self._slots.move_to_end((caller, id_slot))
+        key = caller, id_slot, tokens.model
+        self._slots[key] = tokens
+        self._slots.move_to_end(key)
         if len(self._slots) > _MAX_SLOTS:
             self._slots.popitem(last=False)
 
-    def get(self, caller: str, id_slot: int) -> SlotTokens | None:
-        """The tokens of a slot; None if it has none."""
-        return self._slots.get((caller, id_slot))
+    def get(self, caller: str, id_slot: int, model: str | None) -> SlotTokens | None:
+        """The tokens of a slot of a model, None for the model that used it last; None if it has
+        none.
+        """
+        found = self._keys(caller, id_slot, model)
+        return self._slots[found[-1]] if found else None
 
-    def erase(self, caller: str, id_slot: int) -> int:
-        """Forget the tokens of a slot; returns how many there were."""
-        tokens = self._slots.pop((caller, id_slot), None)
-        return 0 if tokens is None else len(tokens.token_ids)
+    def erase(self, caller: str, id_slot: int, model: str | None) -> int:
+        """Forget the tokens of a slot of a model, None for all models; how many there were."""
+        found = self._keys(caller, id_slot, model)
+        return sum(len(self._slots.pop(key).token_ids) for key in found)
+
+    def _keys(self, caller: str, id_slot: int, model: str | None) -> list[tuple[str, int, str]]:
+        """The least recently used one first."""
+        return [
+            key
+            for key in self._slots
+            if key[:2] == (caller, id_slot) and (model is None or key[2] == model)
+        ]
 
 
 def num_slots(model: ServedModel) -> int:
-    """Sequences that the engine computes at a time, at least one."""
-    plan = model.engine.memory_plan
-    return 1 if plan is None else plan.max_num_seqs
+    """Sequences that the model's engines compute at a time, at least one."""
+    engine = model.engine
+    plan = engine.memory_plan
+    num_engines = engine.num_replicas if isinstance(engine, ReplicatedEngine) else 1
+    return num_engines * (1 if plan is None else plan.max_num_seqs)
 
 
 def check_slot(id_slot: int, model: ServedModel) -> int:
@@ -104,15 +120,22 @@ def check_slot(id_slot: int, model: ServedModel) -> int:
 
 
 class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The query of `GET /slots`: with 1, the status is 503 if no slot is free."""
+    """The query of `GET /slots`.
+
+    Attributes:
+        fail_on_no_slot: With 1, the status is 503 if no slot is free.
+        model: Of which model.
+    """
 
     fail_on_no_slot: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    model: str | None = None
 
 
 class SlotAction(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The query of `POST /slots/{id_slot}`."""
+    """The query of `POST /slots/{id_slot}`; `model` is used where the body names none."""
 
     action: Literal["save", "restore", "erase"]
+    model: str | None = None
 
 
 class SlotFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -121,7 +144,13 @@ class SlotFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     filename: Annotated[
         str, effect("The name of the file in `--slot-save-path`, without a directory.")
     ]
-    model: Annotated[str | None, effect("The model into whose cache the file is read.")] = None
+    model: Annotated[
+        str | None,
+        effect(
+            "The model whose slot is saved, or into whose cache the file is read. Default: for a "
+            "save the one that used the slot last, for a restore the server's first one."
+        ),
+    ] = None
 
 
 class SlotRoutes:
@@ -165,11 +194,12 @@ class SlotRoutes:
     async def slots(self, request: Request) -> Response:
         """Return which slots of the batch are in use."""
         query = decode_values(request.query_params, SlotQuery)
-        engine = self._models.default.engine
+        model = self._models.find(query.model)
+        engine = model.engine
         num_running = engine.stats().scheduler.num_running
         slots = [
             LlamaSlot(slot_id, engine.max_model_len, False, slot_id < num_running)
-            for slot_id in range(num_slots(self._models.default))
+            for slot_id in range(num_slots(model))
         ]
         if query.fail_on_no_slot and num_running >= len(slots):
             raise EngineError("all slots are in use; try again later")
@@ -186,19 +216,23 @@ class SlotRoutes:
             )
         id_slot = int(number)
         if query.action == "erase":
-            return json_response(ErasedSlot(id_slot, self._table.erase(caller, id_slot)))
+            name = None if query.model is None else self._models.find(query.model).name
+            return json_response(ErasedSlot(id_slot, self._table.erase(caller, id_slot, name)))
         reader = FieldReader(self._models.server.field_rules)
         fields = reader.decode(body_of(request), SlotFile)
         report_ignored(request, reader.ignored)
-        model = await self._models.ready(fields.model, caller)
-        check_slot(id_slot, model)
+        named = query.model if fields.model is None else fields.model
         if query.action == "save":
-            return await self._save(caller, id_slot, fields.filename)
+            return await self._save(caller, id_slot, fields.filename, named)
+        model = await self._models.ready(named, caller)
+        check_slot(id_slot, model)
         return await self._restore(caller, id_slot, fields.filename, model)
 
-    async def _save(self, caller: str, id_slot: int, filename: str) -> Response:
-        tokens = self._table.get(caller, id_slot)
+    async def _save(self, caller: str, id_slot: int, filename: str, named: str | None) -> Response:
+        name = None if named is None else self._models.find(named).name
+        tokens = self._table.get(caller, id_slot, name)
         if tokens is None:
+            check_slot(id_slot, self._models.find(name))
             raise RequestError(
                 f"slot {id_slot} has no tokens; send a /completion with this id_slot first",
                 param="id_slot",
