@@ -2,10 +2,10 @@
 
 A `TensorSource` for the loader; one layer's tensors are in memory at a time. Queries, keys and
 values are one product, so matrices of different formats are stacked. The native kernels hold each
-in its own form. For torch's ops (`stack_matrices`) they get one: a 4-bit quantized value is an 8-bit
-one with the same scale and zero, and a large group is several small ones, so a common format always
-exists and nothing is lost. Only where one of the matrices is not quantized, or some are in e4m3,
-are the others dequantized.
+in its own form. For torch's ops (`stack_matrices`) they get one: a 4-bit quantized value is an
+8-bit one with the same scale and zero, and a large group is several small ones, so a common format
+always exists and nothing is lost. Only where one of the matrices is not quantized, or some are in
+e4m3, are the others dequantized.
 """
 
 from __future__ import annotations
