@@ -26,20 +26,11 @@ def flags_at(address: int) -> list[str]:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_the_cache_may_be_on_huge_pages_from_its_first_byte() -> None:
+def test_a_token_takes_no_huge_page_in_each_layer() -> None:
     layout = KVLayout(kv_groups([KVSize(2, 24)] * LAYERS), BFLOAT16, in_pairs=True)
     kv = allocate_kv(layout, BLOCKS, 16, CPU)
-    arrays = sorted(map(to_numpy, kv.tensors), key=lambda array: int(array.ctypes.data))
-    assert len(arrays) == 2 * LAYERS
-    addresses = [array.ctypes.data for array in arrays]
-    assert addresses[0] % (2 << 20) == 0
-    assert all(address % 64 == 0 for address in addresses)
-    for first, second, array in zip(addresses, addresses[1:], arrays, strict=False):
-        assert first + array.nbytes <= second < first + array.nbytes + 64
-    for address in addresses:
-        flags = flags_at(address)
-        assert "hg" in flags, "advised to be on huge pages"
-        assert "sh" not in flags, "shared memory has its own setting, which is usually off"
-    assert not any(np.any(array) for array in arrays)
-    arrays[0][...] = 1
-    assert not np.any(arrays[1])
+    assert len(kv.tensors) == 2 * LAYERS
+    for array in map(to_numpy, kv.tensors):
+        assert not np.any(array)
+        flags = flags_at(int(array.ctypes.data))
+        assert "nh" in flags, "never on huge pages, whatever the machine's setting is"

@@ -29,9 +29,6 @@ from quickstep.ops.tensors import (
 if TYPE_CHECKING:
     import torch
 
-_LINE_BYTES = 64  # at a multiple of which a tensor begins
-_HUGE_PAGE_BYTES = 2 << 20
-
 
 def kv_bytes(layout: KVLayout, num_blocks: int, block_size: int) -> int:
     """Bytes that `allocate_kv` takes with these arguments."""
@@ -51,9 +48,6 @@ def allocate_kv(
     the slots of `states`.
     """
     num_blocks += device.type != "cpu"
-    num_bytes = kv_bytes(layout, num_blocks, block_size)
-    num_bytes += states.num_slots * layout.state_bytes(states.num_records)
-    memory = _Zeros(num_bytes, 2 * len(layout.sizes) + len(layout.states), device)
     keys: list[AnyTensor] = []
     values: list[AnyTensor | None] = []
     for size, heads in zip(layout.sizes, layout.head_shapes, strict=True):
@@ -64,52 +58,38 @@ def allocate_kv(
             and fits_pairs(layout.dtype, block_size, size.head_size)
         ):
             shapes = pair_shapes(CacheSizes(num_blocks, block_size, *heads))
-        keys.append(memory.of(shapes[0], layout.dtype))
-        values.append(memory.of(shapes[1], layout.dtype) if size.has_values else None)
+        keys.append(_zeros(shapes[0], layout.dtype, device))
+        values.append(_zeros(shapes[1], layout.dtype, device) if size.has_values else None)
     float32 = FLOAT32 if isinstance(layout.dtype, DType) else torch_dtype(FLOAT32)
     kept = tuple(
-        memory.of((states.num_slots, size.num_elements(states.num_records)), float32)
+        _zeros((states.num_slots, size.num_elements(states.num_records)), float32, device)
         for size in layout.states
     )
     return KVCache(tuple(keys), tuple(values), kept)
 
 
-class _Zeros:
-    """Tensors of zeros; on a CPU all in one memory mapping, on huge pages.
+def _zeros(
+    size: tuple[int, ...], dtype: DType | torch.dtype, device: torch.device | Device
+) -> AnyTensor:
+    """Zeros; on a CPU in a memory mapping of their own, on ordinary pages.
 
-    Blocks are read in any order, and with ordinary pages nearly every one costs a page-table walk.
-    A huge page begins at a multiple of its size: a mapping for each tensor would have ordinary
-    pages at both ends, and a small one nothing else. Pages are allocated when they are first
-    written, so unused blocks take no memory.
+    Pages are allocated when they are first written, so unused blocks take no memory. On huge pages
+    the first token would take 2 MB in each tensor, which takes longer than all that it computes
+    (SmolLM2: 0.1 s), and steps with long contexts are as fast (benchmarks/results, 2026-11-29).
     """
-
-    def __init__(self, num_bytes: int, num_tensors: int, device: torch.device | Device) -> None:
-        self._device = device
-        self._free: memoryview | None = None
-        if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
-            size = num_bytes + num_tensors * _LINE_BYTES + _HUGE_PAGE_BYTES
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-            begin = -_address_of(mapping) % _HUGE_PAGE_BYTES
-            self._free = memoryview(mapping)[begin:]
-
-    def of(self, shape: tuple[int, ...], dtype: DType | torch.dtype) -> AnyTensor:
-        """The next tensor."""
-        if self._free is None:
-            if isinstance(dtype, DType):
-                return HostTensor(np.zeros(shape, dtype=dtype.storage), dtype)
-            import torch
-
-            return torch.zeros(shape, dtype=dtype, device=torch_device(self._device))
-        num_bytes = math.prod(shape) * dtype.itemsize
-        own, self._free = self._free[:num_bytes], self._free[num_bytes:]
-        self._free = self._free[-num_bytes % _LINE_BYTES :]
+    if device.type != "cpu" or not hasattr(mmap, "MADV_NOHUGEPAGE"):
         if isinstance(dtype, DType):
-            return HostTensor(np.frombuffer(own, dtype=dtype.storage).reshape(shape), dtype)
+            zeros = np.zeros(size, dtype=dtype.storage)
+            return HostTensor(zeros, dtype)
         import torch
 
-        return torch.frombuffer(own, dtype=dtype).view(shape)
+        return torch.zeros(size, dtype=dtype, device=torch_device(device))
+    num_bytes = math.prod(size) * dtype.itemsize
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    if isinstance(dtype, DType):
+        elements = np.frombuffer(mapping, dtype=dtype.storage).reshape(size)
+        return HostTensor(elements, dtype)
+    import torch
 
-
-def _address_of(mapping: mmap.mmap) -> int:
-    return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+    return torch.frombuffer(mapping, dtype=dtype).view(size)
