@@ -226,6 +226,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
             prompt's KV blocks are sent there.
         retain_s: Seconds after its end in which it is expected to be continued: its KV blocks are
             evicted after others (`core.resources.kv_retention`).
+        num_following: How many sequences have the requests that follow it, of the same request of a
+            client: the queue takes all of them, or none.
+        has_place: It is one of these, and the first one was accepted.
     """
 
     request_id: str = ""
@@ -252,6 +255,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     resumed: tuple[Resumed, ...] = ()
     handover: KVTarget | None = None
     retain_s: float = 0.0
+    num_following: int = 0
+    has_place: bool = False
 
     @property
     def indices(self) -> Sequence[int]:

@@ -56,7 +56,11 @@ class ParkedRequests:
         return sorted(self._parked.values(), key=lambda lost: lost.request.received_s or 0.0)
 
     def check_room(self, request: Request, num_sequences: int) -> None:
-        """Raise EngineError unless so many sequences of a new request may wait here."""
+        """Raise EngineError unless so many sequences of a new request may wait here, and those that
+        follow.
+        """
+        if request.has_place:
+            return
         waiting = [lost.request for lost in self._parked.values() if not lost.request.resumed]
         num_waiting, num_interactive = (
             sum(other.sampling.n for other in requests)
@@ -67,7 +71,7 @@ class ParkedRequests:
         )
         state = AdmissionState(num_waiting, num_interactive, self._max_waiting)
         try:
-            state.check_queue(request, num_sequences)
+            state.check_queue(request, num_sequences + request.num_following)
         except QueueFull:
             raise EngineError(
                 f"no engine serves now, and {num_waiting} sequences wait for one, the limit is "

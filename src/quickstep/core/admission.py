@@ -279,9 +279,9 @@ class AdmissionControl:
 
     def check_share(self, request: Request, now: float) -> None:
         """Raise QueueFull if the account of a request has its share of the queue."""
-        account, num_more = account_of(request), request.sampling.n
+        account, num_more = account_of(request), request.sampling.n + request.num_following
         shares = self._waiting.shares(request)
-        if _was_accepted(request) or shares.allows(account, num_more, request.tenant_weight):
+        if _has_place(request) or shares.allows(account, num_more, request.tenant_weight):
             return
         assert shares.capacity is not None, "without one, everything is allowed"
         num_own, state = shares.held(account), self.state_for(request, now)
@@ -318,16 +318,20 @@ class AdmissionControl:
 
     def check_queue(self, sequence: Sequence, num_sequences: int, now: float) -> None:
         """Raise QueueFull or FirstTokenTooLate for the sequences of a request, of which the first
-        is given, if the state of the queue refuses them. What continues an accepted one may wait.
+        is given, if the state of the queue refuses them and those that follow. What continues an
+        accepted one may wait.
         """
         request, limit = sequence.request, self.limits.max_waiting
         if _was_accepted(request):
             return
+        num_sequences += request.num_following
         is_full = limit is not None and len(self._waiting) + num_sequences > limit
+        is_full = is_full and not request.has_place
         if not is_full and request.ttft_deadline_s is None:
             return
         state = self.state_for(request, now)
-        state.check_queue(request, num_sequences)
+        if is_full:
+            state.check_queue(request, num_sequences)
         self._check_first_token_in_time(sequence, state, now)
 
     def _check_first_token_in_time(
@@ -476,6 +480,11 @@ class AdmissionControl:
         """A sequence has ended."""
         if reason in _NATURAL_ENDS:
             self._mean_outputs += _MEAN_GAIN * (sequence.num_outputs - self._mean_outputs)
+
+
+def _has_place(request: Request) -> bool:
+    """Whether the limits of the queue were passed before."""
+    return request.has_place or _was_accepted(request)
 
 
 def _was_accepted(request: Request) -> bool:

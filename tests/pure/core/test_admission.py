@@ -244,6 +244,30 @@ def test_without_accounts_all_of_the_queue_is_for_everybody() -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("tenant", ["", "ann/1"])
+def test_requests_that_belong_together_are_queued_all_or_none(tenant: str) -> None:
+    def add(name: str, **fields: object) -> bool:
+        return world.add(structs.replace(ask(name), tenant=tenant, **fields))
+
+    world = busy_world(18)
+    assert add("own")
+    assert not add("first", num_following=17)
+    assert add("first", num_following=9)
+    while world.add(ask(f"nobody{world.scheduler.stats().num_waiting}")):
+        pass
+    assert not add("later")
+    assert all([add(f"following{number}", has_place=True) for number in range(9)])
+    world.drain()
+    world.verify()
+
+
+def test_an_empty_queue_takes_more_than_it_has_places() -> None:
+    world = busy_world(9)
+    assert world.add(structs.replace(ask("first"), tenant="ann/1", num_following=20))
+    assert not world.add(structs.replace(ask("second"), tenant="ann/1", num_following=20))
+    world.drain()
+
+
 def test_a_request_that_another_engine_accepted_passes_a_full_queue() -> None:
     """With output or without; the order of service and the deadline of its first token stay."""
     world = World(Setup(max_num_seqs=1, max_waiting=1))

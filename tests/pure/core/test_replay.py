@@ -274,6 +274,8 @@ _REQUEST: dict[str, object] = {
     "resumed": (Resumed(0, (3, 4)),),
     "handover": KVTarget("127.0.0.1", 1, "secret"),
     "retain_s": 60.0,
+    "num_following": 3,
+    "has_place": True,
 }
 
 

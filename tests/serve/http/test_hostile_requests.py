@@ -120,3 +120,34 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(
     assert refused.headers["retry-after"] == "1"
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+
+
+@pytest.mark.parametrize(("route", "field"), [(COMPLETIONS, "prompt"), ("/v1/embeddings", "input")])
+def test_the_prompts_of_a_body_are_queued_all_or_none(
+    route: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ever ends here: one request runs, two more have a place, and a body has four."""
+    monkeypatch.setattr(supervisor, "_STOP_S", HOLD_STOP_S)
+    engine = RemoteEngine(
+        scripted_worker.config(tmp_path, max_num_seqs=1, max_waiting=3),
+        command=scripted_worker.command("hold"),
+    )
+
+    def num_accepted() -> int:
+        return engine.stats().scheduler.totals.num_requests
+
+    async def run() -> tuple[int, int]:
+        await engine.open()
+        async with client_of(create_app(engine)) as client:
+            one = {"prompt": "abc", "max_tokens": 5}
+            held = [asyncio.create_task(client.post(COMPLETIONS, json=one)) for _ in range(2)]
+            while num_accepted() < len(held):
+                await asyncio.sleep(0.01)
+            answer = await client.post(route, json={field: ["abc"] * 4})
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+            await engine.reset_prefix_cache()  # answered after all that was sent before
+            return answer.status_code, num_accepted()
+
+    assert asyncio.run(asyncio.wait_for(run(), DEADLINE_S)) == (429, 2)

@@ -436,10 +436,15 @@ async def open_generation(
         prompts = [truncation.of(token_ids) for token_ids in prompts]
     prepared = await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
+    requests = [
+        structs.replace(request.request, prompt_token_ids=tuple(token_ids)) for token_ids in prompts
+    ]
     streams: list[TokenStream] = []
     try:
-        for index, token_ids in enumerate(prompts, start=1):
-            streams.append(_submit(engine, token_ids, request))
+        for index, one in enumerate(together(requests), start=1):
+            streams.append(_submit(engine, one, request))
+            if index == 1 and len(requests) > 1:
+                await streams[0].accepted()
             if index % _PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
         leave_turn()
@@ -453,8 +458,16 @@ async def open_generation(
     return Generation(request, streams)
 
 
-def _submit(engine: ServedEngine, token_ids: Sequence[int], request: ParsedRequest) -> TokenStream:
-    one = structs.replace(request.request, prompt_token_ids=tuple(token_ids))
+def together(requests: Sequence[Request]) -> list[Request]:
+    """The requests of one body, as the engine's queue takes all or none of them: the others may be
+    submitted once the first one is accepted.
+    """
+    num_following = sum(request.sampling.n for request in requests[1:])
+    first = structs.replace(requests[0], num_following=num_following)
+    return [first, *(structs.replace(request, has_place=True) for request in requests[1:])]
+
+
+def _submit(engine: ServedEngine, one: Request, request: ParsedRequest) -> TokenStream:
     if request.beams is not None:
         return open_beams(engine, one, request.beams)
     return engine.stream(structs.replace(one, request_id=part_id(one.request_id)))

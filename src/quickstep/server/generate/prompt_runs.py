@@ -19,7 +19,7 @@ from quickstep.engine.requests import part_id
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.api import Observers, PromptsObserver
 from quickstep.server.generate.endpoint import caller_of, endpoint_of
-from quickstep.server.generate.generation import with_client_field
+from quickstep.server.generate.generation import together, with_client_field
 from quickstep.server.generate.prompts import check_num_tokens
 from quickstep.server.generate.sampling import label
 from quickstep.server.http.errors import GenerationFailed
@@ -169,18 +169,21 @@ class PromptRun:
         engine, prompts = self.model.engine, [request.prompt_token_ids for request in requests]
         observer = observers.of_prompts(self.model, [len(prompt) for prompt in prompts])
         goes_ahead = _share_prefix(prompts, engine.block_size) and requests[0].pooling is None
-        num_first = 1 if goes_ahead else len(requests)
+        first, *others = together(requests)
         streams: list[TokenStream] = []
         try:
             deltas: list[Delta] = []
-            for part in (requests[:num_first], requests[num_first:]):
-                first = len(streams)
-                for request in part:  # one that is refused leaves the others to be closed
-                    streams.append(engine.stream(request))
+            streams.append(engine.stream(first))
+            if others:
+                await streams[0].accepted()
+            if goes_ahead:
                 leave_turn()
-                runs = (_last(stream, observer) for stream in streams[first:])
-                deltas += await asyncio.gather(*runs)
-            return deltas
+                deltas.append(await _last(streams[0], observer))
+            for request in others:  # one that is refused leaves the others to be closed
+                streams.append(engine.stream(request))
+            leave_turn()
+            runs = (_last(stream, observer) for stream in streams[len(deltas) :])
+            return [*deltas, *await asyncio.gather(*runs)]
         finally:
             for stream in streams:
                 await stream.aclose()
