@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import openai
 import pytest
@@ -17,6 +17,7 @@ from live_server import live_server, until
 from openai.types import Batch
 
 from quickstep.errors import EngineDied, EngineError, RequestError
+from quickstep.server.batches import jobs
 from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
 from quickstep.server.batches.jobs import BatchJobs, BatchRecord
 from quickstep.server.batches.lines import (
@@ -428,6 +429,20 @@ def test_a_batch_whose_files_cannot_be_removed_ends_and_gives_its_place_back(
     assert [error.message for error in batch.errors] == [
         "the server's disk is full",
         "OSError, which the log explains",
+    ]
+
+
+def test_a_batch_whose_input_cannot_be_read_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(jobs, "numbered_lines", lines)
+    batch = full_batch(tmp_path, num_lines=2)
+    assert batch.status == "failed"
+    assert [error.message for error in batch.errors] == [
+        "a file of the batch cannot be used: Too many open files"
     ]
 
 

@@ -314,6 +314,10 @@ class BatchJobs:
             self._finish(job, "cancelled")
         except QuickstepError as error:
             self._finish(job, "failed", _error("batch_failed", str(error)))
+        except OSError as error:
+            _LOG.exception("%s failed", batch.id)
+            why = f"a file of the batch cannot be used: {error.strerror}"
+            self._finish(job, "failed", _error("batch_failed", why))
         except Exception:  # the task's top
             _LOG.exception("%s failed", batch.id)
             self._finish(job, "failed", _error("internal_error", "the server's log says why"))

@@ -166,6 +166,8 @@ class PromptRun:
         """The last delta of each. With a shared prefix the first request is computed before the
         others, which then find it in the cache.
         """
+        if not requests:
+            return []
         engine, prompts = self.model.engine, [request.prompt_token_ids for request in requests]
         observer = observers.of_prompts(self.model, [len(prompt) for prompt in prompts])
         goes_ahead = _share_prefix(prompts, engine.block_size) and requests[0].pooling is None
