@@ -77,9 +77,14 @@ def test_a_request_that_ends_two_engines_is_ended_and_no_other(
     run(tmp_path, test, num_replicas)
 
 
-def test_of_several_each_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_replicas", "num_causes"), [(1, 5), (2, 3)])
+def test_of_several_each_is_found(num_replicas: int, num_causes: int, tmp_path: Path) -> None:
+    """They end more processes in a row than an engine may lose by itself."""
+
     async def test(replicas: ReplicaSet) -> None:
-        causes = [asyncio.create_task(ends(replicas, f"c{n}", CAUSE, 20)) for n in range(3)]
+        causes = [
+            asyncio.create_task(ends(replicas, f"c{n}", CAUSE, 20)) for n in range(num_causes)
+        ]
         others = [
             asyncio.create_task(ends(replicas, f"other{n}", tuple(b"abc"), 150)) for n in range(6)
         ]
@@ -88,4 +93,4 @@ def test_of_several_each_is_found(tmp_path: Path) -> None:
         for found in await asyncio.gather(*others):
             assert found == [(FinishReason.MAX_TOKENS, "", 150)]
 
-    run(tmp_path, test, 2)
+    run(tmp_path, test, num_replicas)

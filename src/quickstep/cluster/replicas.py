@@ -481,6 +481,8 @@ class ReplicaSet:
         tried = self._trials.pop(number, None)
         self._unproven[number].clear()
         causes = causes_of(requests, tried, self._max_deaths)
+        if causes:  # however many such requests come, the engine is started again
+            engine.cause_found()
         for lost in requests:
             if self._is_stopping:
                 stopped = EngineDied("the engine was stopped")

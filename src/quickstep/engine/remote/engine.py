@@ -351,6 +351,10 @@ class RemoteEngine:
             return False
         return file_versions(self._loaded.texts.path) != self._loaded.files
 
+    def cause_found(self) -> None:
+        """It was a request that ended the last process."""
+        self._supervisor.cause_found()
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 

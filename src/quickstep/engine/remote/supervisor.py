@@ -95,6 +95,10 @@ class Restarts:
             return None
         return self._doubled(self._num_quick)
 
+    def cause_found(self) -> None:
+        """A request has ended the last process: the engine itself works."""
+        self._num_quick = 0
+
     def delay_without_start(self) -> float:
         """The system did not let a process start: seconds until it is tried again, without end."""
         self._num_not_started += 1
@@ -290,6 +294,10 @@ class Supervisor:
     def num_restarts(self) -> int:
         """Number of processes started after the first one."""
         return self._num_restarts
+
+    def cause_found(self) -> None:
+        """A request has ended the last process: the deaths before do not count any more."""
+        self._restarts.cause_found()
 
     @property
     def silent_s(self) -> float:
