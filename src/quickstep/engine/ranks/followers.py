@@ -233,11 +233,12 @@ class Followers:
             was_open = self._has_opened()
             self._failure = sentence
             self._changed.notify_all()
-        self._break()
         if was_open:
             _LOGGER.error("%s", sentence)
+            # first, as it may end the process: a step that fails meanwhile would end requests
             if self._on_lost is not None:
                 self._on_lost(sentence)
+        self._break()
 
 
 # Divides the modules of an adapter: our part, and that of each process.
