@@ -65,27 +65,28 @@ def tensors_of(kv: KVCache) -> list[AnyTensor]:
     return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
-def form_digest(of_model: str, form: str) -> str:
-    """`BlockBytes.fingerprint`."""
-    return blake2b(f"{of_model}\0{form}".encode(), digest_size=16).hexdigest()
+class BlockForm:
+    """What is the same of `BlockBytes` wherever the blocks are: `parts` has the shape and the dtype
+    of a block in each layer, `num_bytes` are those of all.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], object]], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._form = repr([(tuple(shape), str(dtype)) for shape, dtype in parts])
+
+    def fingerprint(self, of_model: str) -> str:
+        """`BlockBytes.fingerprint`."""
+        return blake2b(f"{of_model}\0{self._form}".encode(), digest_size=16).hexdigest()
 
 
-class HostBlockBytes:
+class HostBlockBytes(BlockForm):
     """`BlockBytes` of a cache on the host: the cache's own memory, without a copy."""
 
     def __init__(self, kv: KVCache) -> None:
         arrays = list(map(to_numpy, tensors_of(kv)))
-        self._form = repr([(array.shape[1:], str(array.dtype)) for array in arrays])
         self._layers = [array.reshape(array.shape[0], -1).view("u1") for array in arrays]
-
-    @property
-    def num_bytes(self) -> int:
-        """`BlockBytes.num_bytes`."""
-        return sum(layer.shape[1] for layer in self._layers)
-
-    def fingerprint(self, of_model: str) -> str:
-        """`BlockBytes.fingerprint`."""
-        return form_digest(of_model, self._form)
+        num_bytes = sum(layer.shape[1] for layer in self._layers)
+        super().__init__([(array.shape[1:], array.dtype) for array in arrays], num_bytes)
 
     @contextmanager
     def reading(self, block_ids: Sequence[int]) -> Iterator[list[BlockParts]]:

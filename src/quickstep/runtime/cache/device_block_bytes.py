@@ -27,7 +27,7 @@ from torch import Tensor
 from quickstep.errors import EngineError
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.cache.block_bytes import BlockParts, form_digest, num_at_once, tensors_of
+from quickstep.runtime.cache.block_bytes import BlockForm, BlockParts, num_at_once, tensors_of
 
 
 class CopyStream(Protocol):
@@ -96,26 +96,18 @@ class _Staging(msgspec.Struct, frozen=True):
         return [[memoryview(row[block].data) for row in rows] for block in range(num_blocks)]
 
 
-class DeviceBlockBytes:
+class DeviceBlockBytes(BlockForm):
     """`BlockBytes` of a cache on a device. Each `reading` and `writing` has host memory of its own,
     which later ones use again: a reader that waits for a socket delays no other.
     """
 
     def __init__(self, kv: KVCache, copies: CopyStream) -> None:
         tensors = list(map(to_torch, tensors_of(kv)))
-        self._form = repr([(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors])
         self._layers = [tensor.view(tensor.shape[0], -1).view(torch.uint8) for tensor in tensors]
+        num_bytes = sum(layer.shape[1] for layer in self._layers)
+        super().__init__([(tensor.shape[1:], tensor.dtype) for tensor in tensors], num_bytes)
         self._copies = copies
         self._free: deque[_Staging] = deque()
-
-    @property
-    def num_bytes(self) -> int:
-        """`BlockBytes.num_bytes`."""
-        return sum(layer.shape[1] for layer in self._layers)
-
-    def fingerprint(self, of_model: str) -> str:
-        """`BlockBytes.fingerprint`."""
-        return form_digest(of_model, self._form)
 
     @contextmanager
     def reading(self, block_ids: Sequence[int]) -> Iterator[list[BlockParts]]:
