@@ -34,6 +34,7 @@ _DELAY_HALVES_S = 2.0
 # The expected outputs of a request that may end early: a running mean, and its gain per end.
 _FIRST_MEAN_OUTPUTS = 256.0
 _MEAN_GAIN = 0.05
+_EXPECTED_S = 1.0  # in which requests that follow an accepted one have to come
 _NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
 _MAX_LEVELS = 32  # of priority, in the published state
 
@@ -247,6 +248,33 @@ class WaitEstimate:
         return max(0.0, self._delay_s + 2.0 * self._deviation_s) * math.exp2(-min(64.0, age))
 
 
+class ExpectedPlaces:
+    """Places in the queue for requests that follow an accepted one (`Request.num_following`), until
+    they come, or for a second: with several engines some come to another one.
+    """
+
+    def __init__(self) -> None:
+        self._expected: deque[tuple[float, str, int]] = deque()  # until when, account, how many
+
+    def expect(self, account: str, num_places: int, now: float) -> None:
+        """So many follow."""
+        self._expected.append((now + _EXPECTED_S, account, num_places))
+
+    def arrived(self, account: str, num_places: int) -> None:
+        """So many of an account have come."""
+        for index, (until_s, other, num_expected) in enumerate(self._expected):
+            if other == account:
+                taken = min(num_places, num_expected)
+                self._expected[index] = until_s, account, num_expected - taken
+                num_places -= taken
+
+    def num(self, now: float) -> int:
+        """How many are still expected."""
+        while self._expected and (self._expected[0][0] <= now or not self._expected[0][2]):
+            self._expected.popleft()
+        return sum(num_expected for _, _, num_expected in self._expected)
+
+
 class AdmissionControl:
     """Decides which requests may queue, by what it predicts from the waiting and the running ones.
 
@@ -273,6 +301,7 @@ class AdmissionControl:
         self._batch = batch
         self._slots = slots
         self._wait_estimate = WaitEstimate()
+        self._expected = ExpectedPlaces()
         self._mean_outputs = _FIRST_MEAN_OUTPUTS
 
     # -- an arriving request ----------------------------------------------------------------------
@@ -280,8 +309,8 @@ class AdmissionControl:
     def check_share(self, request: Request, now: float) -> None:
         """Raise QueueFull if the account of a request has its share of the queue."""
         account, num_more = account_of(request), request.sampling.n + request.num_following
-        shares = self._waiting.shares(request)
-        if _has_place(request) or shares.allows(account, num_more, request.tenant_weight):
+        shares, num_all = self._waiting.shares(request), num_more + self._expected.num(now)
+        if _has_place(request) or shares.allows(account, num_all, request.tenant_weight):
             return
         assert shares.capacity is not None, "without one, everything is allowed"
         num_own, state = shares.held(account), self.state_for(request, now)
@@ -324,7 +353,7 @@ class AdmissionControl:
         request, limit = sequence.request, self.limits.max_waiting
         if _was_accepted(request):
             return
-        num_sequences += request.num_following
+        num_sequences += request.num_following + self._expected.num(now)
         is_full = limit is not None and len(self._waiting) + num_sequences > limit
         is_full = is_full and not request.has_place
         if not is_full and request.ttft_deadline_s is None:
@@ -461,9 +490,13 @@ class AdmissionControl:
 
     # -- what happens to sequences ----------------------------------------------------------------
 
-    def accepted(self, prediction: ServicePrediction) -> None:
+    def accepted(self, request: Request, prediction: ServicePrediction, now: float) -> None:
         """A request was queued."""
         self._wait_estimate.count_prompt(prediction.prompt_s)
+        if request.num_following and not _was_accepted(request):
+            self._expected.expect(account_of(request), request.num_following, now)
+        if request.has_place:
+            self._expected.arrived(account_of(request), request.sampling.n)
 
     def admitted(self, now: float) -> None:
         """A sequence left the queue for the batch."""

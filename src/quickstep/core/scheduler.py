@@ -160,7 +160,7 @@ class Scheduler:
         self._admission.check_queue(sequences[0], len(sequences), now)
         # what was refused until here has changed nothing
         self.held.requested(request, now)
-        self._admission.accepted(sequences[0].prediction)
+        self._admission.accepted(request, sequences[0].prediction, now)
         self._num_arrivals += len(sequences)
         for sequence in sequences:
             self._order.added(sequence)

@@ -261,6 +261,27 @@ def test_requests_that_belong_together_are_queued_all_or_none(tenant: str) -> No
     world.verify()
 
 
+@pytest.mark.parametrize(("tenant", "num_left"), [("", 5), ("ann/1", 3)])
+def test_places_of_those_that_follow_are_kept_until_they_come_or_for_a_second(
+    tenant: str, num_left: int
+) -> None:
+    def add(name: str, **fields: object) -> bool:
+        return world.add(structs.replace(ask(name), tenant=tenant, **fields))
+
+    world = busy_world(18)
+    assert add("own")
+    assert add("first", num_following=9)
+    assert not add("second", num_following=9), "before those of the first have come"
+    assert all([add(f"following{number}", has_place=True) for number in range(9)])
+    assert not add("third", num_following=9)
+    assert add("fourth", num_following=1)
+    assert not add("fifth", num_following=num_left)
+    world.advance(1.5)
+    assert add("sixth", num_following=num_left), "that of the fourth did not come"
+    world.drain()
+    world.verify()
+
+
 def test_an_empty_queue_takes_more_than_it_has_places() -> None:
     world = busy_world(9)
     assert world.add(structs.replace(ask("first"), tenant="ann/1", num_following=20))
