@@ -50,19 +50,33 @@ def post(
     return asyncio.run(run())
 
 
-def test_files_are_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system may wait for its disk when a record is replaced."""
+def test_an_upload_is_written_beside_the_loop_and_its_record_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may wait for its disk, for long when a file is replaced."""
     threads: list[int] = []
-    replace = FileStore._write_record
+    write_record = FileStore._write_record
 
-    def write_record(store: FileStore, file: StoredFile) -> None:
+    def noted(store: FileStore, file: StoredFile) -> None:
         threads.append(threading.get_ident())
-        replace(store, file)
+        assert not store._record(file).exists()
+        write_record(store, file)
 
-    monkeypatch.setattr(FileStore, "_write_record", write_record)
-    answer = post({"purpose": "batch"}, {"file": ("a", LINES)})
+    monkeypatch.setattr(FileStore, "_write_record", noted)
+    answer = post({"purpose": "batch"}, {"file": ("a", LINES)}, FileOptions(directory=tmp_path))
     assert answer.status_code == 200, answer.text
-    assert len(threads) == 2 and threading.get_ident() not in threads
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_files_that_end_with_their_server_have_no_records() -> None:
+    store = FileStore(FileOptions())
+    store.open()
+    for purpose in ("batch", BATCH_OUTPUT):
+        writer = store.new("ann", "a", purpose)
+        writer.write(b"a")
+        directory = store.path(writer.commit()).parent
+    assert {path.name for path in directory.iterdir()} == {file.id for file in store.files("ann")}
+    store.close()
 
 
 def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI) -> None:
@@ -368,6 +382,17 @@ def test_a_full_disk_keeps_what_was_written(
     store.open()
     assert [file.num_bytes for file in store.files("ann")] == [20 * num_lines] * bool(num_lines)
     store.close()
+
+
+@pytest.mark.parametrize("room", [0, len(LINES), len(LINES) + 50])
+def test_an_upload_that_a_restart_would_lose_is_refused(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The content has room, or its record has not."""
+    monkeypatch.setattr(os, "write", full_after(room))
+    answer = post({"purpose": "batch"}, {"file": ("a", LINES)}, FileOptions(directory=tmp_path))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_storage")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("order", [1, -1])

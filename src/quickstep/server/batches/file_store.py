@@ -3,17 +3,18 @@
 Only its owner can find a file.
 
     DIRECTORY/file-<32 hex digits>        the content
-    DIRECTORY/file-<32 hex digits>.json   owner, name, purpose, times
+    DIRECTORY/file-<32 hex digits>.json   owner, name, purpose, times (with `--files-dir`)
 
 Ids are random and cannot be guessed; a client's file name is a label and never a path. With
 `--files-dir`, files outlive the server; otherwise they are in a private temporary directory that
-`close` removes. The caller runs reads and writes of unbounded size in a thread. Bytes are reserved
-before they are written; open writers count as files. Owners share the server's limits of both
-(`core.shares`), and each has limits of its own.
+`close` removes, and have no records. The caller runs reads and writes of unbounded size in a
+thread. Bytes are reserved before they are written; open writers count as files. Owners share the
+server's limits of both (`core.shares`), and each has limits of its own.
 
-A server locks its directory. A record is there before its content, and is replaced as a whole when
-that is complete. So whatever ends a server, the next one keeps the answers that a batch has written
-so far, removes half an upload, and reports records that it cannot read.
+A server locks its directory. The record of an upload follows its content; that of a batch's output
+is there before it, and is replaced as a whole when the content is complete. So whatever ends a
+server, the next one keeps the answers that a batch has written so far, removes half an upload, and
+reports records that it cannot read.
 """
 
 from __future__ import annotations
@@ -248,20 +249,29 @@ class FileStore:
         self._file_shares.give_back(owner)
 
     def begin(self, file: StoredFile) -> int:
-        """Create an empty file and its record; returns the file descriptor of the content."""
+        """Create an empty file, and the record of a batch's output; returns the file descriptor of
+        the content. Raises RequestError 507 if the disk is full.
+        """
         with disk_may_be_full():
-            self._write_record(msgspec.structs.replace(file, is_complete=False))
+            if file.purpose == BATCH_OUTPUT:
+                self._write_record(msgspec.structs.replace(file, is_complete=False))
             try:
                 return _create(self.path(file))
             except OSError:
-                self._record(file).unlink()
+                self._record(file).unlink(missing_ok=True)
                 raise
 
     def complete(self, file: StoredFile) -> None:
-        """Replace the record of a file whose content is complete; any thread may call it."""
+        """Write the record of a file whose content is complete; any thread may call it. Raises
+        RequestError 507 if the disk is full and the file is an upload.
+        """
         try:
-            self._write_record(file)
-        except OSError as error:  # the next server finds the first record, and the content
+            with disk_may_be_full():
+                self._write_record(file)
+        except (OSError, RequestError) as error:
+            if file.purpose != BATCH_OUTPUT:
+                raise
+            # the next server finds the first record, and the content
             _LOG.error("the record of %s cannot be written: %s", self.path(file), error)
 
     def add(self, file: StoredFile) -> None:
@@ -269,7 +279,9 @@ class FileStore:
         self._files[file.id] = file
 
     def _write_record(self, file: StoredFile) -> None:
-        """Replace the record of a file as a whole."""
+        """Write or replace the record of a file as a whole, where a later server would read it."""
+        if self._is_temporary:
+            return
         path = self._record(file)
         new = path.with_suffix(_NEW)
         descriptor = _create(new)
