@@ -6,8 +6,8 @@
     flips      random bits of the files are flipped, and each prompt is compared with its first
                answer: `--flips 10000` takes a while on the shape `demo`, and is meant for it
 
-Printed are medians of the repeats, `cached_tokens`, and whether the outputs have the same bits. The
-exit code is 1 if bits differ.
+Printed are medians and extremes of the repeats, `cached_tokens`, and whether the outputs have the
+same bits. The exit code is 1 if bits differ.
 
     --shape qwen2.5-0.5b --prompts 8192 16384 --sessions 50 --threads 2 --repeats 3 --directory DIR
 """
@@ -114,7 +114,8 @@ def restart(args: argparse.Namespace, directory: Path) -> bool:
     """One prompt, cold and after a restart; returns whether the bits are the same."""
     is_same = True
     for num_tokens in args.prompts:
-        cold, restored = [], []
+        cold: list[Answer] = []
+        restored: list[Answer] = []
         for repeat in range(args.repeats):
             prompt = random_prompt(Random(repeat), 250, num_tokens)
             for answers in (cold, restored):
@@ -123,11 +124,12 @@ def restart(args: argparse.Namespace, directory: Path) -> bool:
             shutil.rmtree(directory, ignore_errors=True)
         pairs = zip(cold, restored, strict=True)
         is_same &= all(one.content == other.content for one, other in pairs)
-        cold_s = median(answer.first_s for answer in cold)
-        restored_s = median(answer.first_s for answer in restored)
+        cold_s = [answer.first_s for answer in cold]
+        restored_s = [answer.first_s for answer in restored]
         print(
-            f"{num_tokens} tokens: first token cold {cold_s:.3f} s, restored {restored_s:.3f} s "
-            f"({cold_s / restored_s:.1f} x), {restored[0].num_cached} cached, "
+            f"{num_tokens} tokens: first token cold {_spread(cold_s, 2)} s, restored "
+            f"{_spread(restored_s, 3)} s ({median(cold_s) / median(restored_s):.1f} x), "
+            f"{restored[0].num_cached} cached, "
             f"{restored[0].num_restored} restored, bits {'equal' if is_same else 'DIFFER'}"
         )
     return is_same
@@ -181,18 +183,28 @@ def unused(args: argparse.Namespace, directory: Path) -> bool:
 
 def _compared(title: str, found: dict[str, list[tuple[float, list[Answer]]]]) -> bool:
     """Print seconds with and without a directory; returns whether the bits are the same."""
-    seconds = {name: median(spent_s for spent_s, _ in runs) for name, runs in found.items()}
+    spent_s = {name: [each_s for each_s, _ in runs] for name, runs in found.items()}
+    ratios = [
+        without_s / with_s
+        for without_s, with_s in zip(spent_s["without"], spent_s["with"], strict=True)
+    ]
     contents = [
         [answer.content for answer in answers] for runs in found.values() for _, answers in runs
     ]
     is_same = all(content == contents[0] for content in contents)
     num_restored = sum(answer.num_restored for answer in found["with"][0][1])
     print(
-        f"{title}: without {seconds['without']:.2f} s, with a directory {seconds['with']:.2f} s "
-        f"({seconds['without'] / seconds['with']:.3f} x), {num_restored} tokens restored, bits "
-        f"{'equal' if is_same else 'DIFFER'}"
+        f"{title}: without {_spread(spent_s['without'], 2)} s, with a directory "
+        f"{_spread(spent_s['with'], 2)} s, ratios of the pairs {_spread(ratios, 3)}, "
+        f"{num_restored} tokens restored, bits {'equal' if is_same else 'DIFFER'}"
     )
     return is_same
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """The median with the least and the largest."""
+    low, middle, high = min(values), median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def flips(args: argparse.Namespace, directory: Path) -> bool:

@@ -2,7 +2,8 @@
 
 With `--switch-models`, each request names one of three small models, for two of which there is
 memory: models go to sleep and wake all the time, no request may be refused, and the memory of the
-server itself must not have grown.
+server itself must not have grown. With `--switch-models real` they are SmolLM2, Gemma 3 270M and
+demo. With `--kill-s 20`, an engine is killed every so many seconds, which no client may see.
 
 30 % of the requests are aborted by the client, 5 % are malformed. At the end, no KV block may be in
 use, memory must not have grown, every status must be an expected one, the log must contain no
@@ -16,17 +17,19 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 
+from benchmarks.real.models import gemma3, smollm2
 from benchmarks.soak_requests import APIS, SoakRequest, malformed_request, random_request
 from benchmarks.storm_attacks import JSON
 from quickstep.bench.server_process import ServerProcess
@@ -38,12 +41,20 @@ _SETTLE_S = 30.0
 _FLAT_FRACTION, _FLAT_BYTES = 0.08, 24 * 2**20
 _MIB = 2**20
 _PARTS = ("server", "engine", "grammars", "tokenizer")
+_NAMES = ("a", "b", "c")  # of the models that are switched
 _MODELS = (
     {"model": "demo", "name": "a"},
     {"model": "demo", "name": "b", "max-model-len": 512},
     {"model": "demo-draft", "name": "c"},
 )
 _TWO_MODELS_BYTES = 30 * 2**20  # for `c` and one of the others
+_TWO_REAL_MODELS_BYTES = 560 * 2**20  # 543 MiB are the two largest
+_TEMPLATE = """\
+{% if tools %}{{ tools | tojson }}
+Call one as <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}assistant:"""  # those of the real models show no tools, or there is none
+_KILLED = "the engine process was ended by SIGKILL"  # in the log
 _SMALL_ENGINE = ("--max-num-batched-tokens", "256", "--max-num-seqs", "16")
 _ENDS = {
     "chat": ("data: [DONE]",),
@@ -61,6 +72,8 @@ class Log:
     failures: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    states: Counter[str] = field(default_factory=Counter)  # of switched models, as seen
+    num_killed: int = 0  # engines
 
     def count(self, request: SoakRequest, outcome: str) -> None:
         """Count a response."""
@@ -79,7 +92,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--switch-models", action="store_true")
+    parser.add_argument("--switch-models", nargs="?", const="bundled", choices=["bundled", "real"])
+    parser.add_argument("--kill-s", type=float, help="an engine is killed every so many seconds")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         return _run(args, Path(folder))
@@ -88,7 +102,7 @@ def main() -> int:
 def _run(args: argparse.Namespace, folder: Path) -> int:
     argv = [args.model, "--num-blocks", "600", "--max-num-seqs", "32"]
     if args.switch_models:
-        argv = _switching(folder)
+        argv = _switching(folder, args.switch_models == "real")
     server = ServerProcess(argv)
     server.start()
     processes = server.process_ids()
@@ -103,28 +117,47 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         faults.append(f"the server exited with code {code}")
     remaining = [process_id for process_id in processes if _is_alive(process_id)]
     faults += [f"process {process_id} still runs" for process_id in remaining]
-    faults += [f"log: {line}" for line in server.faults()]
+    faults += [
+        f"log: {line}" for line in server.faults() if not (log.num_killed and _KILLED in line)
+    ]
     faults += log.failures[:20]
     faults += _growth(log, ("server",) if args.switch_models else _PARTS)
     if args.switch_models:
-        faults += _switches(server)
+        faults += _switches(server, log)
     _print(log, faults)
     return 1 if faults else 0
 
 
-def _switching(folder: Path) -> list[str]:
+def _switching(folder: Path, is_real: bool) -> list[str]:
     """The arguments of a server with three models, in memory for two."""
+    models: Sequence[Mapping[str, object]] = _MODELS
+    num_bytes = _TWO_MODELS_BYTES
+    if is_real:
+        template = folder / "template.jinja"
+        template.write_text(_TEMPLATE)
+        gemma_file = gemma3(folder)
+        if gemma_file is None:
+            raise SystemExit("make .venv/.gemma3 fetches Gemma 3")
+        files = (str(smollm2()), str(gemma_file), "demo")
+        shared = {"kv-cache-memory-bytes": "64MiB", "max-model-len": 2048}
+        shared["chat-template"] = str(template)
+        models = [
+            {"model": file, "name": name, **shared}
+            for file, name in zip(files, _NAMES, strict=True)
+        ]
+        num_bytes = _TWO_REAL_MODELS_BYTES
     file = folder / "models.yaml"
-    file.write_text(json.dumps({"models": _MODELS}))
-    memory = ["--models-memory-bytes", str(_TWO_MODELS_BYTES)]
+    file.write_text(json.dumps({"models": models}))
+    memory = ["--models-memory-bytes", str(num_bytes)]
     return ["--config", str(file), "--model-overtake-s", "0.5", *memory, *_SMALL_ENGINE]
 
 
-def _switches(server: ServerProcess) -> list[str]:
-    """How often models woke, if that was never."""
+def _switches(server: ServerProcess, log: Log) -> list[str]:
+    """How often models woke, if that was never, and in which states they were seen."""
     num_woken = sum("is ready after" in line for line in server.log)
     print(f"models became ready {num_woken} times")
-    return [] if num_woken > len(_MODELS) else ["no model was put to sleep and woken"]
+    print("models seen:", ", ".join(f"{count} x {state}" for state, count in log.states.items()))
+    return [] if num_woken > len(_NAMES) else ["no model was put to sleep and woken"]
 
 
 def _is_alive(process_id: int) -> bool:
@@ -143,16 +176,23 @@ async def _soak(server: ServerProcess, log: Log, args: argparse.Namespace) -> li
         kinds = [kind for kind in APIS if await _is_served(client, kind)]
         print(f"soaking {', '.join(kinds)} for {args.minutes:g} minutes", flush=True)
         until_s = time.monotonic() + args.minutes * 60
-        watching = asyncio.create_task(_watch_memory(server, log))
+        watching = [asyncio.create_task(_watch_memory(server, log))]
+        if args.switch_models:
+            watching.append(asyncio.create_task(_watch_states(client, log)))
+        if args.kill_s is not None:
+            watching.append(asyncio.create_task(_kill_engines(server, log, args.kill_s)))
         seeds = random.Random(args.seed)
-        names = [model["name"] for model in _MODELS] if args.switch_models else []
+        names = _NAMES if args.switch_models else ()
         clients = (
             _client(client, log, random.Random(seeds.random()), kinds, until_s, names)
             for _ in range(args.clients)
         )
         await asyncio.gather(*clients)
-        watching.cancel()
-        return await _settled(client)
+        for task in watching:
+            task.cancel()
+        ends = await asyncio.gather(*watching, return_exceptions=True)
+        faults = [repr(end) for end in ends if not isinstance(end, asyncio.CancelledError)]
+        return faults + await _settled(client, log.num_killed)
 
 
 async def _is_served(client: httpx.AsyncClient, kind: str) -> bool:
@@ -254,7 +294,23 @@ async def _watch_memory(server: ServerProcess, log: Log) -> None:
         await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
-async def _settled(client: httpx.AsyncClient) -> list[str]:
+async def _watch_states(client: httpx.AsyncClient, log: Log) -> None:
+    while True:
+        models = (await client.get("/v1/models")).json()["data"]
+        log.states.update(model["status"]["state"] for model in models)
+        await asyncio.sleep(_SAMPLE_EVERY_S)
+
+
+async def _kill_engines(server: ServerProcess, log: Log, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        engine = server.processes().get("engine")
+        if engine is not None:
+            os.kill(engine, signal.SIGKILL)
+            log.num_killed += 1
+
+
+async def _settled(client: httpx.AsyncClient, num_killed: int) -> list[str]:
     """Check the health of the server after all clients have finished."""
     until_s = time.monotonic() + _SETTLE_S
     while True:
@@ -264,7 +320,7 @@ async def _settled(client: httpx.AsyncClient) -> list[str]:
         if time.monotonic() > until_s:
             return [f"requests or blocks remain: {health}"]
         await asyncio.sleep(0.1)
-    if health["num_restarts"] or health["status"] != "ok":
+    if (health["num_restarts"] and not num_killed) or health["status"] != "ok":
         return [f"the engine was restarted or failed: {health}"]
     return []
 
