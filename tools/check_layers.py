@@ -146,6 +146,7 @@ LATE = {
     "cluster/ray_hosts.py": _OPTIONAL,
     "engine/adapters.py": _LOADING,
     "engine/assembly.py": _LOADING,
+    "engine/memory_plan.py": _LOADING,
     "engine/llm.py": _OPTIONAL,
     "engine/records/replay_runner.py": _LOADING,
     "engine/remote/listening.py": _LOADING,

@@ -10,6 +10,7 @@
     │   ├── EngineNotStarted    the system does not let another process start now
     │   └── EngineDied          the engine's process ended before it finished the request
     ├── ConfigError         a start-up option or a checkpoint is not usable: exit code 2
+    │   └── ModelTooLarge       the model needs more memory than there is for it
     └── OutOfBlocks         too few free KV blocks; the scheduler preempts or waits
 
 A message is one sentence with the problem, the value, the limit and a solution.
@@ -169,6 +170,18 @@ class EngineDied(EngineError):
 
 class ConfigError(QuickstepError):
     """A start-up option is invalid, or the checkpoint or the hardware does not support it."""
+
+
+class ModelTooLarge(ConfigError):
+    """The model does not fit into the memory that there is for it.
+
+    Attributes:
+        needed_bytes: The least that it needs.
+    """
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class OutOfBlocks(QuickstepError):

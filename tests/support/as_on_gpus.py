@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from quickstep.engine import assembly
+from quickstep.engine import assembly, memory_plan
 from quickstep.model.sizing import MEASURED_RESERVE_BYTES
 from quickstep.runtime import activation_probe
 
@@ -27,5 +27,5 @@ def install() -> None:
 
     is_other = "ranks.worker" in " ".join(sys.orig_argv)
     activation_probe.measured_activation_bytes = measured
-    assembly.measured_plan = assembly._fitted_plan
-    assembly._free_bytes = lambda _: FEW_BYTES if is_other else FREE_BYTES
+    assembly.measured_plan = memory_plan._fitted_plan
+    memory_plan._free_bytes = lambda _: FEW_BYTES if is_other else FREE_BYTES

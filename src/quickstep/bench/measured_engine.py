@@ -26,14 +26,13 @@ from quickstep.engine.assembly import (
     LoadProgress,
     describe,
     load_weights,
-    measured_plan,
-    plan_for,
     set_threads,
     wire_engine,
 )
 from quickstep.engine.engine import Engine
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import places_for
+from quickstep.engine.memory_plan import measured_plan, plan_for
 from quickstep.errors import EngineError
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 from quickstep.model.checkpoint.placement import choose_device, choose_dtype
@@ -136,7 +135,7 @@ def open_shape(
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     places = places_for(config.load.pin_threads)
     ops = resolve_ops(device, config.load.kernels, config.load.num_threads, isa, places)
-    plan = plan_for(config, spec, dtype, device, ops)
+    plan = plan_for(config, spec, dtype, device, ops.scratch_bytes)
     values = RandomValues(dtype, device, seed, config.load.quantization)
     model = random_model(spec, ops, values, plan.max_model_len, progress)
     description = LoadedModel(

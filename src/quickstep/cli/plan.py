@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from quickstep.sim.summary import Percentiles
 
 _GB = 1e9
+_FORMAT_NAMES = {"none": "unquantized", "stored": "as stored"}
 _OPTION_COLUMNS = (
     *("split", "devices", "TTFT p50/p90", "TPOT p50/p90"),
     *("in time", "up to", "$/h", "$/M"),
@@ -207,7 +208,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         hardware=hardware,
         load=load,
         targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
-        elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
+        elements=element_bytes(args, spec, hardware),
         attainment=args.attainment,
         limits=EngineLimits(
             args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens
@@ -232,7 +233,7 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
         [(row.label, size_text(row.num_bytes), row.detail) for row in plan.memory],
     )
     fits = ", ".join(
-        f"{'unquantized' if name == 'none' else name} "
+        f"{_FORMAT_NAMES.get(name, name)} "
         + (f"from {fewest}" if fewest else f"not on {query.hardware.count}")
         for name, fewest in plan.fits.items()
     )

@@ -237,7 +237,7 @@ class _Several(msgspec.Struct, frozen=True):
         entries = []
         for model, (replicas, config) in zip(self.models, self.setups, strict=True):
             own = model.options(options)
-            num_bytes = planned_bytes(config, self.memory_bytes) * replicas.num_engines
+            num_bytes = planned_bytes(config) * replicas.num_engines
             entries.append(
                 ModelEntry(
                     model.names,

@@ -430,7 +430,7 @@ def _engine(
     from quickstep.plan.models import find_model
 
     spec = find_model(model_of(args))
-    elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
+    elements = element_bytes(args, spec, hardware)
     loras = None
     if args.adapters:
         loras = LoRASizes(min(args.max_loras, args.adapters), args.adapter_rank)

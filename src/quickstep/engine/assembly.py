@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from importlib import import_module
@@ -32,7 +32,8 @@ from quickstep.config import (
     SpeculativeSampling,
 )
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
+from quickstep.engine.machine import places_for, usable_cores
+from quickstep.engine.memory_plan import adapter_bytes_of, max_drafts, measured_plan, plan_for
 from quickstep.engine.retrieval.card import Retrieval, Scoring, read_retrieval
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
@@ -41,8 +42,6 @@ from quickstep.model.checkpoint.gguf_spec import gguf_pooling
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
-    import torch
-
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.engine import Engine
     from quickstep.engine.packed_weights.loading import PackedLoading
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVLayout, Model
     from quickstep.model.sharding import Shard
-    from quickstep.model.sizing import DraftSizes, MemoryPlan
+    from quickstep.model.sizing import MemoryPlan
     from quickstep.model.stages import Stage
     from quickstep.ops.native.ranks import RankMemory
     from quickstep.ops.table import KVCache, LoRAAdapter, OpTable
@@ -364,14 +363,8 @@ def graph_options(
         return None
     from quickstep.runtime.steps.opening import device_graphs
 
-    sizes = plan.max_num_seqs, 1 + _max_drafts(config), plan.max_num_batched_tokens
+    sizes = plan.max_num_seqs, 1 + max_drafts(config), plan.max_num_batched_tokens
     return device_graphs(model, kv, *sizes)
-
-
-def _max_drafts(config: EngineConfig) -> int:
-    """Most drafts of a row."""
-    speculation = config.speculation
-    return speculation.num_speculative_tokens if speculation.is_on else 0
 
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
@@ -497,8 +490,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 some_tensors(rounded),
             )
         natively = ops.load_linear is not None
-        if weights.quantized:
-            held_bytes = weights.held_bytes(dtype.itemsize, natively=natively)
+        held_bytes = weights.quantized_bytes(dtype.itemsize, natively=natively)
         if weights.has_float8() and natively:
             _LOGGER.info(
                 "weights in e4m3 are held in %s, in %d bytes each: the native kernels multiply no "
@@ -540,7 +532,7 @@ def load_weights(
     that fits all of them. The others are started as soon as it is known what fits. Raises
     ConfigError.
     """
-    from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
+    from quickstep.engine.adapters import Adapters, open_adapters
     from quickstep.engine.speculation import draft_sizes
 
     planned = _planned(config, checkpoint)
@@ -565,14 +557,10 @@ def load_weights(
             "out"
         )
     at_start = open_adapters(config.lora, spec)
-    adapter_bytes = host_bytes = 0
-    if config.lora is not None:
-        adapter_bytes = adapter_memory(config.lora, spec, dtype.itemsize, at_start)
-        # of those that stay in host memory after an eviction, of the mean size
-        host_bytes = config.lora.num_host_loras * adapter_bytes // config.lora.max_loras
+    adapter_bytes, host_bytes = adapter_bytes_of(config.lora, spec, dtype.itemsize, at_start)
     sizes = draft_sizes(config, spec, dtype.itemsize, ops.scratch_bytes)
     held = planned.held_bytes, adapter_bytes + host_bytes
-    plan = plan_for(config, spec, dtype, planned.device, ops, *held, sizes)
+    plan = plan_for(config, spec, dtype, planned.device, ops.scratch_bytes, *held, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     model = _load_planned(config, planned, plan, processes, progress)
@@ -889,104 +877,6 @@ def _warn_of_kv(model: Model, kv_dtype: str) -> None:
         )
 
 
-def plan_for(
-    config: EngineConfig,
-    spec: ModelSpec,
-    dtype: DType | torch.dtype,
-    device: torch.device | Device,
-    ops: OpTable,
-    held_bytes: int | None = None,
-    adapter_bytes: int = 0,
-    drafts: Sequence[DraftSizes] = (),
-) -> MemoryPlan:
-    """What fits into the memory that is free now, next to `drafts`; `held_bytes` is the size
-    of quantized weights, `adapter_bytes` that of the adapters. Ranks on GPUs have a part of the
-    model in the memory of each.
-
-    Raises:
-        ConfigError: The model does not fit.
-    """
-    from quickstep.model.sharding import planned_part
-    from quickstep.model.sizing import DEFAULT_KV_BYTES, ElementBytes, plan_memory
-
-    elements = ElementBytes(
-        dtype.itemsize,
-        ops.scratch_bytes,
-        config.load.quantization,
-        config.cache.kv_dtype,
-        held_bytes,
-        adapter_bytes,
-    )
-    if device.type != "cpu" and config.load.tensor_parallel_size > 1:
-        spec, elements = planned_part(spec, elements, config.load.tensor_parallel_size)
-    return plan_memory(
-        spec,
-        elements,
-        config.cache,
-        _for_texts(
-            replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
-            spec,
-        ),
-        config.memory_bytes or _free_bytes(device),
-        DEFAULT_KV_BYTES if device.type == "cpu" else None,
-        drafts,
-        _max_drafts(config),
-    )
-
-
-def _for_texts(scheduler: SchedulerConfig, spec: ModelSpec) -> SchedulerConfig:
-    """With steps that have space for a complete text, where the model computes texts so."""
-    if spec.encoder is None:
-        return scheduler
-    most = max(scheduler.max_num_batched_tokens, scheduler.max_model_len)
-    return replace(scheduler, max_num_batched_tokens=most)
-
-
-def measured_plan(
-    config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
-) -> MemoryPlan:
-    """On a GPU, the plan with the activations of the largest step, measured before the KV cache is
-    allocated; no prompt then needs more. Ranks, which all call it, take the KV blocks for which
-    each of them has memory.
-    """
-    from quickstep.model.decoder import Decoder
-
-    if model.device.type != "cuda" or not isinstance(model, Decoder):
-        return plan
-    return _fitted_plan(config, model, kv_layout, plan)
-
-
-def _fitted_plan(
-    config: EngineConfig, model: Decoder, kv_layout: KVLayout, plan: MemoryPlan
-) -> MemoryPlan:
-    import torch
-
-    from quickstep.model.sizing import KVBlockSize, with_measured_activations
-    from quickstep.ops.collective import CollectiveRanks
-    from quickstep.runtime.activation_probe import measured_activation_bytes
-
-    block_size = config.cache.block_size
-    sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len
-    try:
-        measured_bytes = measured_activation_bytes(model, kv_layout, block_size, *sizes)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"a step of {plan.max_num_batched_tokens} tokens does not fit next to the weights: "
-            f"{error}; lower --max-num-batched-tokens"
-        ) from None
-    free_bytes = _free_bytes(model.device)
-    if config.memory_bytes is not None:
-        held_bytes = sum(row.num_bytes for row in plan.rows if row.label in ("weights", "adapters"))
-        free_bytes = min(free_bytes, config.memory_bytes - held_bytes)
-    block = KVBlockSize(block_size, kv_layout.bytes_per_token * block_size)
-    ranks = model.ops.ranks
-    least = ranks.least if isinstance(ranks, CollectiveRanks) else None
-    measured = with_measured_activations(plan, measured_bytes, free_bytes, block, least)
-    for note in measured.notes[len(plan.notes) :]:
-        _LOGGER.info("%s", note)
-    return measured
-
-
 def set_threads(num_threads: int | None) -> None:
     """torch's threads, and so the kernels' default. None: the cores that the process may use."""
     import torch
@@ -997,19 +887,6 @@ def set_threads(num_threads: int | None) -> None:
 def num_threads(load: LoadConfig) -> int:
     """Threads to compute with, of each process of a model."""
     return max(1, (load.num_threads or usable_cores()) // load.num_ranks)
-
-
-def _free_bytes(device: torch.device | Device) -> int:
-    """Memory that is free, without what torch keeps of tensors that are gone."""
-    if device.type == "cpu":
-        return free_memory_bytes()
-    import torch
-
-    from quickstep.ops.tensors import torch_device
-    from quickstep.runtime.executors.out_of_memory import free_device_memory
-
-    free_device_memory()
-    return torch.cuda.mem_get_info(torch_device(device))[0]
 
 
 def _gpu_text(device: Device) -> str:
@@ -1033,7 +910,7 @@ def _fitted(
     return replace(
         config.scheduler,
         num_stages=config.load.pipeline_parallel_size,
-        num_speculative_tokens=_max_drafts(config),
+        num_speculative_tokens=max_drafts(config),
         num_state_slots=plan.states.num_slots,
         state_interval=config.cache.state_interval,
         max_model_len=plan.max_model_len,

@@ -250,10 +250,8 @@ def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
     dtype = choose_dtype(load.dtype, spec, open_checkpoint_files(checkpoint.path))
     weights = open_weights(checkpoint.path, spec)
     check_requantization(weights, load.quantization)
-    held_bytes = None
-    if weights.quantized:
-        natively = choose_device(load.device) == CPU
-        held_bytes = weights.held_bytes(dtype.itemsize, natively=natively)
+    natively = choose_device(load.device) == CPU
+    held_bytes = weights.quantized_bytes(dtype.itemsize, natively=natively)
     elements = ElementBytes(dtype.itemsize, scratch_bytes, load.quantization, weights=held_bytes)
     return FoundDraft(load, checkpoint, spec, DraftSizes(spec, elements))
 

@@ -23,10 +23,10 @@ from quickstep.model.adapters.lora_modules import (
     is_shared,
     lm_head_number,
 )
-from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS, bias_of, num_parameters
+from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS, bias_of
 from quickstep.model.chosen_rows import ChosenRows, NumberedRows, module_of, taken_rows
 from quickstep.model.decoder_spec import LatentSpec, ModelSpec, QKNorm
-from quickstep.model.sizing import ElementBytes, weight_bytes
+from quickstep.model.sizing import ElementBytes, elements_of_part, weights_of
 from quickstep.ops.table import LoRAPart, Ranks
 from quickstep.ops.tensors import FLOAT32, Array, HostTensor
 
@@ -117,9 +117,7 @@ def planned_part(
     if spec.moe is not None:
         width = len(shard.outputs(spec.moe.intermediate_size))
         part = replace(part, moe=replace(spec.moe, intermediate_size=width))
-    weights = weight_bytes(part, elements.dtype, elements.quantization)
-    if elements.weights is not None:  # of a quantized checkpoint, divided as its elements are
-        weights = -(-elements.weights * num_parameters(part) // num_parameters(spec))
+    weights = weights_of(part, elements_of_part(elements, spec, part))
     num_kv_heads = spec.num_kv_heads if spec.latent is not None else part.num_kv_heads
     return replace(spec, num_kv_heads=num_kv_heads), replace(elements, weights=weights)
 

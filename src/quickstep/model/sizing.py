@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.errors import ConfigError, size_text
+from quickstep.errors import ConfigError, ModelTooLarge, size_text
 from quickstep.model.checkpoint.tensor_schema import (
     LATENT_HEADS,
     layer_tensors,
@@ -88,7 +88,7 @@ class DraftSizes(msgspec.Struct, frozen=True):
         if self.elements.weights is not None:
             return self.elements.weights
         assert self.spec is not None, "the size of heads is given"
-        return _weights(self.spec, self.elements)
+        return weights_of(self.spec, self.elements)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -198,10 +198,19 @@ def tensor_bytes(
     return total
 
 
-def _weights(spec: ModelSpec, elements: ElementBytes) -> int:
+def weights_of(spec: ModelSpec, elements: ElementBytes) -> int:
+    """Bytes of the weights in memory: of a checkpoint that is quantized already, what it takes."""
     if elements.weights is not None:
         return elements.weights
     return weight_bytes(spec, elements.dtype, elements.quantization)
+
+
+def elements_of_part(elements: ElementBytes, spec: ModelSpec, part: ModelSpec) -> ElementBytes:
+    """Those of a part of a model. A quantized checkpoint is divided as its parameters are."""
+    if elements.weights is None:
+        return elements
+    weights = -(-elements.weights * num_parameters(part) // num_parameters(spec))
+    return replace(elements, weights=weights)
 
 
 def _tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -311,7 +320,7 @@ def plan_memory(
     """
     notes = list(spec.notes)
     context = scheduler.max_model_len
-    weights = _weights(spec, elements) + elements.adapters
+    weights = weights_of(spec, elements) + elements.adapters
     weights += sum(draft.weight_bytes for draft in drafts)
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(spec, elements, scheduler, memory_bytes - weights, drafts)
@@ -338,11 +347,12 @@ def plan_memory(
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
         needed = memory_bytes - left + scratch + least * block_bytes
-        raise ConfigError(
+        raise ModelTooLarge(
             f"the model needs at least {size_text(needed)} (weights {size_text(weights)}, the "
             f"rest activations and KV of {least * cache.block_size} tokens) and "
             f"{size_text(memory_bytes)} are available; use a smaller model or dtype, or lower "
-            "--max-num-batched-tokens"
+            "--max-num-batched-tokens",
+            needed,
         )
     num_blocks = _num_blocks(
         cache,
@@ -506,7 +516,7 @@ def _rows(
 ) -> tuple[MemoryRow, ...]:
     """The rows of a plan that has none yet; `left` is what remains for KV and spare."""
     num_blocks, seqs = plan.num_blocks, plan.max_num_seqs
-    weights = _weights(spec, elements)
+    weights = weights_of(spec, elements)
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     kv_bytes = num_blocks * block_size * per_token
     held = f"x {elements.quantization or f'{elements.dtype} bytes'}"

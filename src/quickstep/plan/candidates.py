@@ -29,8 +29,9 @@ from quickstep.model.sizing import (
     ElementBytes,
     MemoryPlan,
     MemoryRow,
+    elements_of_part,
     plan_memory,
-    weight_bytes,
+    weights_of,
 )
 from quickstep.plan.formulas import (
     Split,
@@ -213,6 +214,8 @@ class Candidate(msgspec.Struct, frozen=True):
     def formats(self) -> str:
         """Formats of weights and KV."""
         weights = self.elements.quantization or f"{8 * self.elements.dtype}-bit"
+        if self.elements.weights is not None:
+            weights = "as stored"
         kv = "" if self.elements.kv_dtype == "auto" else f", KV {self.elements.kv_dtype}"
         return f"{weights}{kv}"
 
@@ -301,10 +304,10 @@ def fit(
     rank = rank_spec(spec, split)
     bytes_each = 0 if loras is None else loras.bytes_each(rank, elements.dtype)
     num_loras = 0 if loras is None else loras.max_loras
-    held = replace(elements, adapters=num_loras * bytes_each)
-    if split.experts > 1 and elements.weights is None:
-        weights = weight_bytes(rank, elements.dtype, elements.quantization)
-        held = replace(held, weights=weights + router_rest(spec, split) * elements.dtype)
+    held = replace(elements_of_part(elements, spec, rank), adapters=num_loras * bytes_each)
+    if split.experts > 1:
+        weights = weights_of(rank, held) + router_rest(spec, split) * elements.dtype
+        held = replace(held, weights=weights)
     sizes = [draft.on_device(split) for draft in drafts]
     memory = plan_memory(
         rank, held, CacheConfig(), scheduler, hardware.memory_bytes, None, drafts=sizes

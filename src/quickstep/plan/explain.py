@@ -12,7 +12,7 @@ import msgspec
 from quickstep.core.cost_model import StepLoad
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import num_parameters
-from quickstep.model.sizing import kv_bytes_per_token, kv_head_bytes, weight_bytes
+from quickstep.model.sizing import kv_bytes_per_token, kv_head_bytes, weights_of
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, PlannedDraft
 from quickstep.plan.formulas import (
     Split,
@@ -67,7 +67,7 @@ def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     spec, elements, load = query.spec, query.elements, query.load
     rank = rank_spec(spec, candidate.split)
     held = {row.label: row.num_bytes for row in candidate.memory.rows}
-    weights = weight_bytes(spec, elements.dtype, elements.quantization)
+    weights = weights_of(spec, elements)
     bits = 8 * weights / num_parameters(spec)
     yield ExplainedLine(
         "weights",
@@ -195,7 +195,7 @@ def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
         f"{hardware.device.memory_gb_per_s:g} GB/s",
         f"{flops_per_s / 1e12:.0f} TFLOP/s, {hardware.bytes_per_s / _GB:.0f} GB/s",
     )
-    weights = weight_bytes(spec, query.elements.dtype, query.elements.quantization)
+    weights = weights_of(spec, query.elements)
     bytes_per_parameter = weights / num_parameters(spec)
     balance = balance_tokens(flops_per_s, hardware.bytes_per_s, bytes_per_parameter)
     yield ExplainedLine(

@@ -14,7 +14,10 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.source import local_checkpoint
+from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.loader import check_requantization
+from quickstep.model.sizing import ElementBytes
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.yaml_file import read_yaml
 
@@ -39,14 +42,9 @@ def find_model(text: str) -> ModelSpec:
     Raises:
         ConfigError: There is no such model or file, or its architecture is not supported.
     """
-    path = Path(text)
-    if path.name == "config.json" and path.is_file():
-        return read_spec(path.parent)
-    if path.is_dir() or (path.is_file() and is_gguf(path)):
+    path = _checkpoint_of(text)
+    if path is not None:
         return read_spec(path)
-    bundled = local_checkpoint(text)
-    if bundled is not None:
-        return read_spec(bundled.path)
     known = known_models()
     name = text.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
     if name in known:
@@ -56,3 +54,33 @@ def find_model(text: str) -> ModelSpec:
     raise ConfigError(
         f"model {text} is neither a config.json, nor a checkpoint, nor a known name; {hint}"
     )
+
+
+def quantized_weight_bytes(
+    text: str, spec: ModelSpec, elements: ElementBytes, *, natively: bool
+) -> int | None:
+    """Bytes that the weights of a checkpoint in quantized values take in memory, by the headers of
+    its files; None of any other model. `natively` as for `CheckpointWeights.held_bytes`.
+
+    Raises:
+        ConfigError: The files are broken, or `elements.quantization` would quantize them again.
+    """
+    path = _checkpoint_of(text)
+    if path is None or not spec.native:
+        return None
+    if not is_gguf(path) and not any(path.glob("*.safetensors")):
+        return None  # a config.json by itself
+    weights = open_weights(path, spec)
+    check_requantization(weights, elements.quantization)
+    return weights.quantized_bytes(elements.dtype, natively=natively)
+
+
+def _checkpoint_of(text: str) -> Path | None:
+    """The directory or GGUF file of a config.json, a checkpoint, or a model that is installed."""
+    path = Path(text)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
+        return path
+    installed = local_checkpoint(text)
+    return None if installed is None else installed.path

@@ -204,7 +204,8 @@ class Plan(msgspec.Struct, frozen=True):
         kv_bytes_per_token: On all devices of a replica together.
         kv_bytes_per_sequence: Of a complete request, in whole blocks.
         memory: Rows of one device of the best option.
-        fits: For each format of weights, the fewest devices that hold it; None if too few.
+        fits: For each format of weights, the fewest devices that hold it; None if too few. "stored"
+            is that of a checkpoint that is quantized already, which has no other.
         options: The best first.
         change: The one change that raises the capacity most; None if none does.
         verdict: A sentence.
@@ -289,7 +290,7 @@ def make_plan(query: PlanQuery) -> Plan:
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_token * whole_blocks(query.load.num_tokens, BLOCK_SIZE),
         memory=candidate.memory.rows,
-        fits={name: _fewest(query, name) for name in ("none", "int8", "int4")},
+        fits={name: _fewest(query, name) for name in _formats(query)},
         options=tuple(listed),
         change=None if best.prefill else _best_change(query, candidate, best.capacity_per_s),
         met=best.met,
@@ -453,8 +454,13 @@ def _preference(option: SimulatedOption) -> tuple[object, ...]:
     return (True, -option.predicted.attainment, -option.capacity_per_s)
 
 
+def _formats(query: PlanQuery) -> tuple[str, ...]:
+    """Of weights, the least compact first. A quantized checkpoint is not quantized again."""
+    return ("none", "int8", "int4") if query.elements.weights is None else ("stored",)
+
+
 def _fewest(query: PlanQuery, quantization: str) -> int | None:
-    chosen = None if quantization == "none" else quantization
+    chosen = None if quantization in ("none", "stored") else quantization
     elements = replace(query.elements, quantization=chosen)
     return next((candidate.split.num_devices for candidate in feasible(query, elements)), None)
 
@@ -467,7 +473,7 @@ def _reason_for_none(query: PlanQuery) -> str:
         )
     smaller = [
         name
-        for name in ("int8", "int4")
+        for name in _formats(query)[1:]
         if name != query.elements.quantization and _fewest(query, name) is not None
     ]
     way_out = f"--quantization {smaller[0]} does" if smaller else "more devices are needed"
@@ -494,7 +500,7 @@ def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[PlanChange]:
     variants = [("--kv-cache-dtype int8", split, replace(elements, kv_dtype="int8"))]
     variants += [
         (f"--quantization {name}", split, replace(elements, quantization=name))
-        for name in ("int8", "int4")
+        for name in _formats(query)[1:]
     ]
     twice = _resized(split, 2 * split.tensor, split.replicas)
     variants += [more, ("twice the tensor-parallel size", twice, elements)]

@@ -13,7 +13,7 @@ from msgspec.structs import astuple, replace
 
 from quickstep.core.cost_model import CostModel, Prediction, StepLoad, UnitPrices
 from quickstep.model.decoder_spec import ModelSpec, MoESpec
-from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
+from quickstep.model.sizing import ElementBytes, elements_of_part, kv_bytes_per_token, weights_of
 from quickstep.plan.formulas import (
     Split,
     all_reduce_s,
@@ -137,7 +137,7 @@ class RooflineCostModel:
         self._num_shares = 2 * spec.num_layers
         if split.experts > split.tensor:
             self._num_shares -= self._num_sparse
-        held = elements.weights or weight_bytes(rank, elements.dtype, elements.quantization)
+        held = weights_of(rank, elements_of_part(elements, spec, rank))
         matrices = self._layer_parameters + self._head_parameters * (1 if rank.tied else 2)
         self._bytes_per_parameter = held / matrices
 

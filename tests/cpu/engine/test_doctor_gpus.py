@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quickstep.cli import doctor
-from quickstep.engine import assembly
+from quickstep.engine import memory_plan
 from quickstep.ops.tensors import Device
 
 
@@ -58,4 +58,4 @@ def test_memory_that_torch_keeps_of_an_engine_that_is_gone_is_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((70 << 30) - kept[0], 80 << 30))
-    assert assembly._free_bytes(Device("cuda", 0)) == 70 << 30
+    assert memory_plan._free_bytes(Device("cuda", 0)) == 70 << 30

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import EngineConfig, LoadConfig, SchedulerConfig
-from quickstep.engine import assembly
+from quickstep.engine import assembly, memory_plan
 from quickstep.engine.ranks import processes
 from quickstep.engine.ranks.processes import opening_config
 from quickstep.errors import ConfigError, EngineError
@@ -336,7 +336,7 @@ def measured_as_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(tmp_path)  # of the processes that are started, too
     for module, name in (
         (assembly, "measured_plan"),
-        (assembly, "_free_bytes"),
+        (memory_plan, "_free_bytes"),
         (as_on_gpus.activation_probe, "measured_activation_bytes"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored at the end

@@ -1,15 +1,21 @@
-"""The planner's memory of adapters and draft models is that of the engine's own plan."""
+"""The planner's memory of quantized files, adapters and draft models is that of the engine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from gguf_models import write_model
+from published_formats import EXACT
+from quantized_checkpoint import write_quantized
 
 from quickstep.cli import plan
 from quickstep.cli.flags.hardware import drafts_of
 from quickstep.cli.flags.parsing import Parser
+from quickstep.cli.main import main
 from quickstep.config import (
     CacheConfig,
     EngineConfig,
@@ -19,7 +25,10 @@ from quickstep.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from quickstep.core.cost_model import StepLoad
 from quickstep.engine.assembly import load_weights
+from quickstep.engine.memory_plan import expected_plan
+from quickstep.errors import ModelTooLarge
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.sizing import ElementBytes, MemoryPlan
 from quickstep.model.spec import read_spec
@@ -77,3 +86,51 @@ def test_a_plan_with_adapters_and_draft_models_is_the_engines(
     )
     assert by_label(planned.memory, drafts) == by_label(engine.plan, drafts)
     assert planned.memory.max_num_seqs == engine.plan.max_num_seqs
+    assert expected_plan(config) == engine.plan
+
+
+@pytest.fixture(params=["gguf", "awq-g32", "w8a8"])
+def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint in quantized values."""
+    if request.param == "gguf":
+        write_model(tmp_path / "tiny-q4_k_m.gguf")
+        return tmp_path / "tiny-q4_k_m.gguf"
+    write_quantized(tmp_path, *EXACT[request.param])
+    return tmp_path
+
+
+def test_a_quantized_checkpoint_is_planned_as_it_will_be_held(
+    quantized: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = LoadConfig(str(quantized), device="cpu", dtype="bfloat16")
+    config = EngineConfig(load, CacheConfig(num_blocks=32), memory_bytes=1 << 30)
+    held = load_weights(config, None).plan
+    assert expected_plan(config) == held
+    with pytest.raises(ModelTooLarge) as too_large:
+        expected_plan(msgspec.structs.replace(config, memory_bytes=1 << 17))
+    assert too_large.value.needed_bytes > 1 << 17
+    plan_json = ["plan", str(quantized), "--input", "20", "--output", "20", "--json"]
+    main([*plan_json, "--hardware", "xeon-8480"])
+    on_cpu = json.loads(capsys.readouterr().out)
+    assert on_cpu["fits"] == {"stored": 1}
+    rows = {row.label: row.num_bytes for row in held.rows}
+    planned = {row["label"]: row["num_bytes"] for row in on_cpu["memory"]}
+    # the config's dtype is float32 for some of them
+    assert rows["weights"] <= planned["weights"] <= 2 * rows["weights"]
+    assert main([*plan_json, "--quantization", "int8"]) == 2
+    assert "is quantized already" in capsys.readouterr().err
+
+
+def test_a_device_of_a_group_holds_its_part_of_a_quantized_checkpoint() -> None:
+    spec = read_spec(find_checkpoint(LoadConfig("demo")).path)
+    hardware = find_hardware("l4x2", read_hardware())
+    held = ElementBytes(2, 8, weights=1 << 20)
+    sizes = Load(1.0, 100, 20), EngineLimits(max_num_seqs=8, max_num_batched_tokens=64)
+    whole, part = (fit(spec, hardware, Split(tensor), held, *sizes) for tensor in (1, 2))
+    weights = [one.memory.rows[0].num_bytes for one in (whole, part)]
+    assert weights[0] == 1 << 20
+    assert weights[0] / 2 <= weights[1] < 0.6 * weights[0]
+    plain = fit(spec, hardware, Split(), ElementBytes(2, 8), *sizes)
+    row = StepLoad(num_tokens=1, num_rows=1)
+    times = [one.costs.seconds(row) for one in (whole, plain)]
+    assert (times[0] < times[1]) == (weights[0] < plain.memory.rows[0].num_bytes)

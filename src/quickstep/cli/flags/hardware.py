@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACCEPTANCE = 0.7
-_SCRATCH_BYTES = 8  # of the native kernels' op table
+SCRATCH_BYTES = 8  # of the native kernels' op table
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +200,7 @@ def drafts_of(args: argparse.Namespace, target: ModelSpec) -> tuple[DraftModel, 
             f"--acceptance is given {len(given)} times and --speculative-model {len(names)} times"
             f"{also}; give one for all models, or one for each"
         )
-    elements = element_bytes(target, args.quantization, "auto")
+    elements = _plain_elements(target, args.quantization, "auto")
     found = [(method, planned_mtp(target, elements, CacheConfig().block_size)) for method in own]
     found += [_found_draft(name, target) for name in names]
     names = [*(method.value for method in own), *names]
@@ -229,11 +229,11 @@ def _found_draft(name: str, target: ModelSpec) -> tuple[SpeculationMethod, Draft
     if checkpoint is not None and (is_gguf(path) or any(checkpoint.path.glob("*.safetensors"))):
         speculation = SpeculationConfig((ProposerConfig(model=name),))
         (one,) = draft_checkpoints(EngineConfig(LoadConfig(), speculation=speculation), None)
-        elements = element_bytes(target, None, "auto")
+        elements = _plain_elements(target, None, "auto")
         block_size = CacheConfig().block_size
         return one.method, sizes_of(one, target, elements.dtype, elements.scratch, block_size)
     spec = find_model(name)
-    return SpeculationMethod.DRAFT, DraftSizes(spec, element_bytes(spec, None, "auto"))
+    return SpeculationMethod.DRAFT, DraftSizes(spec, _plain_elements(spec, None, "auto"))
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
@@ -332,8 +332,23 @@ def _measured() -> tuple[int, float, float]:
     return free, limits.read_bytes_per_s(), limits.flops_per_s()
 
 
-def element_bytes(spec: ModelSpec, quantization: str | None, kv_dtype: str) -> ElementBytes:
+def element_bytes(args: argparse.Namespace, spec: ModelSpec, hardware: Hardware) -> ElementBytes:
+    """Bytes per element of the model of the flags on a device, and of the weights of a checkpoint
+    that is quantized already. Raises ConfigError.
+    """
+    from msgspec.structs import replace
+
+    from quickstep.plan.models import quantized_weight_bytes
+
+    elements = _plain_elements(spec, args.quantization, args.kv_cache_dtype)
+    weights = quantized_weight_bytes(
+        model_of(args), spec, elements, natively=hardware.device.achieved == "cpu"
+    )
+    return replace(elements, weights=weights)
+
+
+def _plain_elements(spec: ModelSpec, quantization: str | None, kv_dtype: str) -> ElementBytes:
     """Bytes per element in the checkpoint's dtype, 16 bits if it names none."""
     from quickstep.model.sizing import ElementBytes
 
-    return ElementBytes(_DTYPE_BYTES.get(spec.dtype, 2), _SCRATCH_BYTES, quantization, kv_dtype)
+    return ElementBytes(_DTYPE_BYTES.get(spec.dtype, 2), SCRATCH_BYTES, quantization, kv_dtype)

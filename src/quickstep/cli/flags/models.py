@@ -19,13 +19,10 @@ from quickstep.cli.flags.lora import adapter_names, add_lora_flags
 from quickstep.cli.flags.options import add_options
 from quickstep.cli.flags.parsing import Parser
 from quickstep.config import EngineConfig, InputConfig, ReplicaConfig
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, ModelTooLarge
 from quickstep.server.options import ModelsOptions, ServerOptions
 
 _SECTION = "models"
-# The scratch of the native kernels and float32 sums, in bytes per element at a layer's widest
-# point; the engine's own plan replaces what is computed with it.
-_SCRATCH_BYTES = 8
 
 
 class ModelFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,28 +190,16 @@ def _check(models: Sequence[NamedModel], args: argparse.Namespace) -> None:
         raise ConfigError("--record is for one model; start a server for each")
 
 
-def planned_bytes(config: EngineConfig, budget_bytes: int) -> int:
-    """What a model will take in memory by the planner; 0 if its files are not on this machine.
-    More than the budget if it does not fit. Raises ConfigError for a broken checkpoint.
+def planned_bytes(config: EngineConfig) -> int:
+    """What a model will take in memory by the planner, as far as it is known before it is loaded: 0
+    if its files are not on this machine, the least that it needs if it does not fit. Raises
+    ConfigError for a broken checkpoint.
     """
-    from quickstep.model.checkpoint.placement import choose_dtype
-    from quickstep.model.checkpoint.source import local_checkpoint
-    from quickstep.model.sizing import ElementBytes, plan_memory, weight_bytes
-    from quickstep.model.spec import read_spec
+    from quickstep.engine.memory_plan import expected_plan
     from quickstep.server.models.residents import planned_bytes as taken_bytes
 
-    checkpoint = local_checkpoint(config.load.model)
-    if checkpoint is None:
-        return 0
-    spec = read_spec(checkpoint.path)
-    dtype = choose_dtype(config.load.dtype, spec)
-    elements = ElementBytes(
-        dtype.itemsize, _SCRATCH_BYTES, config.load.quantization, config.cache.kv_dtype
-    )
-    context = config.max_model_len or spec.max_model_len
-    scheduler = replace(config.scheduler, max_model_len=context)
     try:
-        plan = plan_memory(spec, elements, config.cache, scheduler, budget_bytes)
-    except ConfigError:
-        return max(budget_bytes + 1, weight_bytes(spec, elements.dtype, elements.quantization))
-    return taken_bytes(plan)
+        plan = expected_plan(config)
+    except ModelTooLarge as error:
+        return error.needed_bytes
+    return 0 if plan is None else taken_bytes(plan)

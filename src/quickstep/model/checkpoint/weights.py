@@ -127,6 +127,10 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return False
         return any(storage.parts(name, shape) is not None for name, shape in self.shapes.items())
 
+    def quantized_bytes(self, dtype_bytes: int, *, natively: bool) -> int | None:
+        """`held_bytes`; None if no matrix is stored in quantized values."""
+        return self.held_bytes(dtype_bytes, natively=natively) if self.quantized else None
+
     def held_bytes(self, dtype_bytes: int, *, natively: bool) -> int:
         """Bytes of the weights in memory, for a model's dtype of so many bytes.
 
