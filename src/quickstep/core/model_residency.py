@@ -131,7 +131,9 @@ class ModelResidency:
         return self._budget_bytes - pinned
 
     def set_bytes(self, name: str, num_bytes: int) -> None:
-        """Correct the size of a model."""
+        """Correct the size of a model. If all models then have more than the budget, `plan` unloads
+        idle ones.
+        """
         self._models[name].num_bytes = num_bytes
 
     def set_idle_s(self, name: str, idle_s: float | None) -> None:
@@ -228,6 +230,8 @@ class ModelResidency:
             idle = model.idle_s is not None and now_s - model.used_s >= model.idle_s
             if (idle or model.unload_wanted or name == victim) and self._is_idle(name, busy):
                 steps.append(self._begin_unload(name))
+        over = -self._free_bytes() - self._leaving_bytes()
+        steps += [self._begin_unload(name) for name in self._idle_for(over, busy)]
         order = sorted(self._waiting(), key=lambda name: self._models[name].waiting[0].since_s)
         order += [name for name, model in self._models.items() if model.preloads]
         for name in order if starved is None else [starved]:
@@ -265,8 +269,7 @@ class ModelResidency:
         """The model that has to leave for a starved one; None if there is room without that."""
         if starved is None:
             return None
-        leaving = sum(m.num_bytes for m in self._models.values() if m.is_unloading)
-        if self._free_bytes() + leaving >= self._models[starved].num_bytes:
+        if self._free_bytes() + self._leaving_bytes() >= self._models[starved].num_bytes:
             return None
         draining = [n for n, m in self._models.items() if m.state is ModelState.DRAINING]
         draining = [name for name in draining if not self._models[name].is_unloading]
@@ -301,7 +304,16 @@ class ModelResidency:
         if missing <= 0:
             model.state, model.preloads = ModelState.LOADING, False
             return [ResidencyStep(name, is_load=True)]
-        missing -= sum(other.num_bytes for other in self._models.values() if other.is_unloading)
+        missing -= self._leaving_bytes()
+        leaving = self._idle_for(missing, busy)
+        if sum(self._models[other].num_bytes for other in leaving) < missing:
+            return []
+        return [self._begin_unload(other) for other in leaving]
+
+    def _idle_for(self, missing: int, busy: Set[str]) -> list[str]:
+        """Idle models that have so many bytes together, the least recently used ones; all of them
+        if they have fewer.
+        """
         idle = sorted(
             (other for other in self._models if self._is_idle(other, busy)),
             key=lambda other: self._models[other].used_s,
@@ -312,13 +324,15 @@ class ModelResidency:
                 break
             leaving.append(other)
             missing -= self._models[other].num_bytes
-        if missing > 0:
-            return []
         for other in reversed(leaving.copy()):  # those that are not needed stay
             if missing + self._models[other].num_bytes <= 0:
                 leaving.remove(other)
                 missing += self._models[other].num_bytes
-        return [self._begin_unload(other) for other in leaving]
+        return leaving
+
+    def _leaving_bytes(self) -> int:
+        """Bytes of the models that are being unloaded."""
+        return sum(model.num_bytes for model in self._models.values() if model.is_unloading)
 
     def _is_idle(self, name: str, busy: Set[str]) -> bool:
         model = self._models[name]

@@ -41,13 +41,13 @@ def expected_plan(config: EngineConfig) -> MemoryPlan | None:
     from quickstep.engine.adapters import open_adapters
     from quickstep.engine.speculation import draft_sizes
     from quickstep.model.checkpoint.placement import choose_dtype
-    from quickstep.model.checkpoint.source import local_checkpoint
+    from quickstep.model.checkpoint.source import cached_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.tensors import Device
 
-    checkpoint = local_checkpoint(config.load.model)
+    checkpoint = cached_checkpoint(config.load)
     if checkpoint is None:
         return None
     spec = read_spec(checkpoint.path)
@@ -61,7 +61,11 @@ def expected_plan(config: EngineConfig) -> MemoryPlan | None:
         held_bytes = weights.quantized_bytes(dtype.itemsize, natively=device.type == "cpu")
     at_start = open_adapters(config.lora, spec)
     adapter_bytes = sum(adapter_bytes_of(config.lora, spec, dtype.itemsize, at_start))
-    sizes = draft_sizes(config, spec, dtype.itemsize, _SCRATCH_BYTES)
+    here = replace(config, load=replace(config.load, offline=True))
+    try:
+        sizes = draft_sizes(here, spec, dtype.itemsize, _SCRATCH_BYTES)
+    except ConfigError:  # not on this machine yet, or broken, which its engine will say
+        sizes = ()
     return plan_for(config, spec, dtype, device, _SCRATCH_BYTES, held_bytes, adapter_bytes, sizes)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_names import is_gguf
-from quickstep.model.checkpoint.source import local_checkpoint
+from quickstep.model.checkpoint.source import cached_checkpoint, local_checkpoint
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.loader import check_requantization
@@ -76,11 +77,14 @@ def quantized_weight_bytes(
 
 
 def _checkpoint_of(text: str) -> Path | None:
-    """The directory or GGUF file of a config.json, a checkpoint, or a model that is installed."""
+    """The directory or GGUF file of a config.json, a checkpoint, or a model that is installed or in
+    the hub's cache.
+    """
     path = Path(text)
     if path.name == "config.json" and path.is_file():
         return path.parent
     if path.is_dir() or (path.is_file() and is_gguf(path)):
         return path
-    installed = local_checkpoint(text)
-    return None if installed is None else installed.path
+    # names of the table have no organisation, and looking into the hub's cache takes its library
+    found = cached_checkpoint(LoadConfig(text)) if "/" in text else local_checkpoint(text)
+    return None if found is None else found.path

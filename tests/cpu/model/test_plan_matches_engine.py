@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import huggingface_hub.constants
 import msgspec
 import pytest
 from gguf_models import write_model
@@ -119,6 +120,25 @@ def test_a_quantized_checkpoint_is_planned_as_it_will_be_held(
     assert rows["weights"] <= planned["weights"] <= 2 * rows["weights"]
     assert main([*plan_json, "--quantization", "int8"]) == 2
     assert "is quantized already" in capsys.readouterr().err
+
+
+def test_a_model_in_the_hubs_cache_is_planned_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    name = "some/tiny-GGUF:Q4_K_M"
+    config = EngineConfig(LoadConfig(name, device="cpu"), memory_bytes=1 << 30)
+    assert expected_plan(config) is None
+    repository = tmp_path / "models--some--tiny-GGUF"
+    for folder in ("refs", "snapshots/abc"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    write_model(repository / "snapshots" / "abc" / "tiny-Q4_K_M.gguf")
+    plan = expected_plan(config)
+    assert plan is not None and "quantized" in plan.rows[0].detail
+    sizes = ["--input", "20", "--output", "20", "--hardware", "xeon-8480", "--json"]
+    main(["plan", name, *sizes])
+    assert json.loads(capsys.readouterr().out)["fits"] == {"stored": 1}
 
 
 def test_a_device_of_a_group_holds_its_part_of_a_quantized_checkpoint() -> None:

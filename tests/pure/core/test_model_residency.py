@@ -141,16 +141,39 @@ def test_as_many_models_are_loaded_at_the_start_as_fit_pinned_ones_first() -> No
     assert models.plan(0.0)[0] == [LOAD["a"], LOAD["c"]]
 
 
+def test_a_model_that_is_larger_than_was_known_makes_idle_ones_leave() -> None:
+    models = ModelResidency(5)
+    for name, num_bytes in {"a": 2, "b": 2, "c": 0}.items():
+        models.add(name, num_bytes)
+    load(models, "a", 1, 0.0)
+    load(models, "b", 2, 1.0)
+    models.end("a", 1, 2.0)
+    load(models, "c", 3, 3.0)
+    models.set_bytes("c", 4)
+    assert models.plan(4.0)[0] == [UNLOAD["a"]]
+    assert models.plan(4.0)[0] == []  # `b` is busy
+    models.unloaded("a")
+    models.end("b", 2, 5.0)
+    assert models.plan(5.0)[0] == [UNLOAD["b"]]
+    models.unloaded("b")
+    assert models.plan(6.0)[0] == []
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_lives_keep_the_budget_and_the_bound(seed: int) -> None:
-    """Nothing beyond the budget, nothing busy unloaded, nothing starved, all requests end."""
+    """Nothing beyond the budget but what was not known, nothing busy unloaded, nothing starved, all
+    requests end.
+    """
     choose = random.Random(seed)
     overtake_s, load_s, run_s = 5.0, 3.0, 4.0
     budget = choose.randint(3, 6)
     models = ModelResidency(budget, overtake_s)
     sizes = {name: choose.randint(1, 3) for name in "abcd"}
+    unknown = 0
     for name, size in sizes.items():
-        models.add(name, size, idle_s=choose.choice([None, 2.0]))
+        known = choose.choice([size, size, size - 1])  # until it has been loaded
+        unknown += size - known
+        models.add(name, known, idle_s=choose.choice([None, 2.0]))
     pending: list[tuple[float, str, str, int]] = []  # when, what, which model, which request
     held: dict[str, set[int]] = {name: set() for name in sizes}
     arrived: dict[int, float] = {}
@@ -176,6 +199,7 @@ def test_random_lives_keep_the_budget_and_the_bound(seed: int) -> None:
                 held[name].discard(request)
                 models.end(name, request, now_s)
             elif what == "loaded":
+                models.set_bytes(name, sizes[name])
                 admit(name, models.loaded(name, now_s), now_s)
             else:
                 del in_memory[name]
@@ -195,7 +219,8 @@ def test_random_lives_keep_the_budget_and_the_bound(seed: int) -> None:
             else:
                 assert not held[step.model], "a busy model was unloaded"
                 pending.append((now_s + choose.uniform(0.0, 1.0), "unloaded", step.model, 0))
-        assert sum(in_memory.values()) <= budget
+        assert sum(in_memory.values()) <= budget + unknown
+    assert sum(in_memory.values()) <= budget
     assert not arrived and not any(held.values())
     # every other model may come first; each has its bound, its drain, its unloading and loading
     assert longest_s <= (len(sizes) - 1) * (overtake_s + 2 * run_s + 2 + 2 * load_s)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError, QuickstepError
@@ -114,6 +115,21 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         if "/" in name:
             raise
         raise ConfigError(f"{error}; {_IDS_LOOK_LIKE}") from None
+
+
+def cached_checkpoint(load: LoadConfig) -> Checkpoint | None:
+    """The checkpoint that `load.model` names if it is on this machine, also in the hub's cache.
+
+    Raises:
+        ConfigError: There is something of that name which is no checkpoint.
+    """
+    found = local_checkpoint(load.model)
+    if found is not None or not _HUB_ID.fullmatch(load.model.partition(":")[0]):
+        return found
+    try:
+        return find_checkpoint(replace(load, offline=True))
+    except ConfigError:
+        return None
 
 
 def bundled_drafts(name: str) -> tuple[str, ...]:
