@@ -224,6 +224,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
 
 def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     from quickstep.cli.screen import print_table
+    from quickstep.plan.hardware import MEASURED
 
     best = plan.options[0]
     print_table(
@@ -250,16 +251,22 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     if price is not None and price.date:
         console.print(f"price: ${price.usd_per_hour}/h, {price.date}, {price.source}", markup=False)
     times = "are predicted from data sheets"
+    several = (
+        "; Quickstep has not run on several GPUs yet, so splits over them show what they would"
+    )
+    several += " give"
+    if query.hardware.device.achieved == MEASURED:
+        times = (
+            "are predicted from the memory and the peak of this machine; `quickstep calibrate "
+            f"{query.model}` measures them"
+        )
+        several = ""
     if query.measured is not None:
         times = "of one device are those that `quickstep calibrate` has stored"
     if plan.evidence is not None and plan.range is not None:
         times = "are predicted"
         console.print(_range_text(plan.evidence, plan.range), markup=False)
-    console.print(
-        f"Step times {times}; Quickstep has not run on several GPUs yet, so splits over them show "
-        "what they would give.",
-        markup=False,
-    )
+    console.print(f"Step times {times}{several}.", markup=False)
     verdict = plan.verdict
     if plan.range is not None:
         verdict += f"; met in {plan.range.met_part:.0%} of the range"

@@ -16,6 +16,7 @@ from quickstep.errors import ConfigError
 from quickstep.yaml_file import read_yaml
 
 THIS = "this"
+MEASURED = "measured"  # the key of `HardwareTable.achieved` for this machine
 ESTIMATED = "gpu"  # a key of `achieved`: parts of devices that were not measured
 _BUNDLED = Path(__file__).parent / "hardware.yaml"
 _MAX_DEVICES = 1024
@@ -275,6 +276,6 @@ def measured_device(memory_bytes: int, read_bytes_per_s: float, flops_per_s: flo
         memory_gb_per_s=read_bytes_per_s / 1e9,
         bfloat16_tflops=flops_per_s / 1e12,
         link="100gbe",
-        achieved="measured",
+        achieved=MEASURED,
         source="measured on this machine",
     )

@@ -241,6 +241,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     from msgspec.structs import replace
 
     from quickstep.plan.hardware import (
+        ESTIMATED,
         THIS,
         find_hardware,
         measured_device,
@@ -254,7 +255,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         table = replace(table, devices=table.devices | {THIS: device})
     hardware = find_hardware(args.hardware, table, args.link, args.price)
     device = table.devices[parse_hardware(args.hardware)[0]]
-    if args.kv_cache_dtype == "int4" and device.achieved == "gpu":
+    if args.kv_cache_dtype == "int4" and device.achieved == ESTIMATED:
         raise ConfigError(
             f"--kv-cache-dtype int4 has kernels for CPUs only, {device.label} is a GPU; use int8 "
             "or fp8"
@@ -338,11 +339,12 @@ def element_bytes(args: argparse.Namespace, spec: ModelSpec, hardware: Hardware)
     """
     from msgspec.structs import replace
 
+    from quickstep.plan.hardware import ESTIMATED
     from quickstep.plan.models import quantized_weight_bytes
 
     elements = _plain_elements(spec, args.quantization, args.kv_cache_dtype)
     weights = quantized_weight_bytes(
-        model_of(args), spec, elements, natively=hardware.device.achieved == "cpu"
+        model_of(args), spec, elements, natively=hardware.device.achieved != ESTIMATED
     )
     return replace(elements, weights=weights)
 
