@@ -155,6 +155,11 @@ class FileStore:
         self._files.clear()
 
     @property
+    def is_temporary(self) -> bool:
+        """Whether the files are in a temporary directory of this machine."""
+        return self._is_temporary
+
+    @property
     def file_bytes(self) -> int:
         """The size limit of one file."""
         return self._options.file_bytes

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from python_multipart.exceptions import FormParserError
 from starlette.datastructures import FormData, UploadFile
@@ -38,6 +38,7 @@ from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.http.work_lanes import INLINE_BYTES
 from quickstep.server.models.server_state import ServerState
 
+_Result = TypeVar("_Result")
 _PURPOSES = (BATCH, USER_DATA)  # of uploads
 _MEDIA_TYPE = "application/jsonl"
 _FORM_FIELDS = 8
@@ -152,10 +153,9 @@ class Files:
         path = self._store.path(file)
         if "range" in request.headers or file.num_bytes > INLINE_BYTES:
             return FileResponse(path, media_type=_MEDIA_TYPE)
-        # in a lane, where keys take turns, which they do not in the threads that all share
-        lane = self._lanes.of(caller_of(request))
+        read = partial(_complete_file, path)
         try:
-            return await lane.finish(file.num_bytes, partial(_complete_file, path))
+            return await self._with_disk(caller_of(request), file.num_bytes, read)
         except FileNotFoundError:
             self._find(request)  # it was deleted meanwhile
             raise
@@ -213,9 +213,17 @@ class Files:
             writer.fill(upload.file)
             writer.complete()
 
-        # keys take turns in a lane, which they do not in the threads that all share
-        await self._lanes.of(caller).finish(size, store)
+        await self._with_disk(caller, size, store)
         return writer.commit()
+
+    async def _with_disk(self, key: str, size: int, work: Callable[[], _Result]) -> _Result:
+        """Read or write `size` bytes in a lane, where keys take turns, which they do not in the
+        threads that all share. Short files in a temporary directory are done at once: a thread
+        comes back for the interpreter after each call of the system, and waits for it longer.
+        """
+        if size <= INLINE_BYTES and self._store.is_temporary:
+            return work()
+        return await self._lanes.of(key).finish(size, work)
 
 
 def _complete_file(path: Path) -> Response:
