@@ -22,6 +22,7 @@ from quickstep.core.queues import RunningBatch, WaitingQueue
 from quickstep.core.resources.resource import Slots
 from quickstep.core.sequence import Sequence, ServicePrediction
 from quickstep.core.service_order import ServiceOrder, account_of, level_of
+from quickstep.core.shares import share_allows
 from quickstep.errors import FirstTokenTooLate, PromptTooLong, QueueFull, RequestError
 from quickstep.types import FinishReason, Request, RequestClass
 
@@ -36,7 +37,7 @@ _FIRST_MEAN_OUTPUTS = 256.0
 _MEAN_GAIN = 0.05
 _EXPECTED_S = 1.0  # in which requests that follow an accepted one have to come
 _NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
-_MAX_LEVELS = 32  # of priority, in the published state
+_MAX_LEVELS, _MAX_ACCOUNTS = 32, 8  # of priority and of the queue, in the published state
 
 
 class SequenceLimits(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class AdmissionState(msgspec.Struct, frozen=True):
         num_waiting: Queued sequences.
         num_interactive: Those of them whose class is not BATCH.
         max_waiting: Queued sequences beyond which requests are refused; None for no limit.
+        accounts: Those with the most of `num_interactive`, and how many.
         num_free_slots: How many more sequences may run.
         waiting: How many wait of each level of priority (`service_order.level_of`); None if the
             policy does not serve by level, so that a place in the queue is not known beforehand.
@@ -123,6 +125,7 @@ class AdmissionState(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     num_interactive: int = 0
     max_waiting: int | None = None
+    accounts: tuple[tuple[str, int], ...] = ()
     num_free_slots: int = 1
     waiting: LevelCounts | None = None
     running: LevelCounts | None = None
@@ -163,6 +166,7 @@ class AdmissionState(msgspec.Struct, frozen=True):
         scheduler has not counted.
         """
         self.check_queue(request, num_sequences)
+        self._check_share(request, num_sequences)
         level = level_of(request)
         num_undecided = sum(count for one, count in undecided.items() if one <= level)
         self.check_first_token(request, num_undecided, waited_s)
@@ -179,6 +183,19 @@ class AdmissionState(msgspec.Struct, frozen=True):
         num_waiting = self.num_waiting if is_batch else self.num_interactive
         if num_waiting and num_waiting + num_sequences > self.max_waiting:
             raise QueueFull(num_waiting, num_sequences, self.max_waiting, self.wait_s(num_waiting))
+
+    def _check_share(self, request: Request, num_sequences: int) -> None:
+        """Raise QueueFull if the account of a request is one of the largest, and its share of the
+        queue is used up.
+        """
+        account = account_of(request)
+        num_own = dict(self.accounts).get(account, 0)
+        is_batch = request.request_class is RequestClass.BATCH
+        if self.max_waiting is None or is_batch or not account or not num_own:
+            return
+        most, num_held, weight = self.max_waiting, self.num_interactive, request.tenant_weight
+        if not share_allows(most, num_held, num_own, num_sequences, weight):
+            raise QueueFull(num_own, num_sequences, most, self.wait_s(num_own), account)
 
     def check_first_token(self, request: Request, num_undecided: int, waited_s: float) -> None:
         """Raise FirstTokenTooLate for a request that is not tokenised yet and would miss its
@@ -455,6 +472,7 @@ class AdmissionControl:
             num_waiting=len(self._waiting),
             num_interactive=self._waiting.num_interactive,
             max_waiting=self.limits.max_waiting,
+            accounts=self._waiting.largest_accounts(_MAX_ACCOUNTS),
             num_free_slots=self._slots.num_free,
             prompt_s=self._wait_estimate.prompt_s,
             slot_s=num_outputs * token_s / num_rows,  # a full batch ends one so often
@@ -464,9 +482,13 @@ class AdmissionControl:
 
     def _levels(self, sequences: Iterable[Sequence]) -> LevelCounts | None:
         """How many there are of each of the first levels; None if levels do not decide."""
-        levels = [self._order.level(sequence.request) for sequence in sequences]
-        known = Counter(level for level in levels if level is not None)
-        return None if len(levels) > known.total() else tuple(sorted(known.items())[:_MAX_LEVELS])
+        counts: Counter[int] = Counter()
+        for sequence in sequences:
+            level = self._order.level(sequence.request)
+            if level is None:
+                return None
+            counts[level] += 1
+        return tuple(sorted(counts.items())[:_MAX_LEVELS])
 
     def _prompt_step_s(self, num_prompt: int) -> float:
         """The step of a prompt by itself; of a pipeline, in the mean stage."""

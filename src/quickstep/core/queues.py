@@ -83,6 +83,10 @@ class WaitingQueue:
         """How many are not of the class `batch`."""
         return self._interactive_shares.num_held
 
+    def largest_accounts(self, num_accounts: int) -> tuple[tuple[str, int], ...]:
+        """The accounts with the most places, without those of the class `batch`."""
+        return self._interactive_shares.most(num_accounts)
+
     def shares(self, request: Request) -> Shares:
         """The places of the accounts, as they count for a request: those of the class `batch` take
         none from an interactive one.

@@ -17,6 +17,8 @@ No clock, no thread: the owner of the object locks it if several threads use it.
 
 from __future__ import annotations
 
+import heapq
+
 _SHARE_OF_FREE = 8.0  # for an owner of weight 1
 
 
@@ -39,6 +41,17 @@ class NoRoom(Exception):
         self.capacity = capacity
 
 
+def share_allows(
+    capacity: int, num_held: int, num_own: int, amount: int = 1, weight: float = 1.0
+) -> bool:
+    """Whether the share of an owner that holds `num_own` of all `num_held` has so much more."""
+    num_free = max(0, capacity - num_held)
+    # half at most, so that small capacities are of use to an owner alone
+    num_reserved = min(capacity // 2, max(1, round(capacity / (_SHARE_OF_FREE + 1))))
+    in_share = num_own + amount <= _SHARE_OF_FREE * weight * num_free
+    return in_share and num_free - amount >= num_reserved
+
+
 class Shares:
     """What each owner holds of a capacity; None for one without limit."""
 
@@ -46,12 +59,6 @@ class Shares:
         self.capacity = capacity
         self.num_held = 0
         self._held: dict[str, int] = {}
-        # half at most, so that small capacities are of use to an owner alone
-        self._num_reserved = (
-            0
-            if capacity is None
-            else min(capacity // 2, max(1, round(capacity / (_SHARE_OF_FREE + 1))))
-        )
 
     def held(self, owner: str) -> int:
         """What an owner holds."""
@@ -62,6 +69,10 @@ class Shares:
         """The owner that holds most; "" if there is none."""
         return max(self._held, key=self._held.__getitem__, default="")
 
+    def most(self, num_owners: int) -> tuple[tuple[str, int], ...]:
+        """The owners that hold most, and what they hold."""
+        return tuple(heapq.nlargest(num_owners, self._held.items(), key=lambda held: held[1]))
+
     def allows(self, owner: str, amount: int = 1, weight: float = 1.0) -> bool:
         """Whether the share of an owner has so much more. One that holds nothing has its share,
         whether or not there is room.
@@ -69,11 +80,7 @@ class Shares:
         num_own = self._held.get(owner, 0)
         if self.capacity is None or not owner or not num_own:
             return True
-        num_free = max(0, self.capacity - self.num_held)
-        return (
-            num_own + amount <= _SHARE_OF_FREE * weight * num_free
-            and num_free - amount >= self._num_reserved
-        )
+        return share_allows(self.capacity, self.num_held, num_own, amount, weight)
 
     def check(self, owner: str, amount: int = 1, weight: float = 1.0) -> None:
         """Raise NoRoom unless an owner may take so much."""

@@ -225,6 +225,26 @@ def test_an_account_that_floods_the_queue_leaves_room_for_others(
     world.verify()
 
 
+@pytest.mark.parametrize("weight", [0.25, 1.0, 10.0])
+@pytest.mark.parametrize("max_waiting", [2, 9, 40])
+def test_the_published_state_refuses_what_the_share_of_an_account_does(
+    max_waiting: int, weight: float
+) -> None:
+    """Before the body is parsed or tokenized, by the same rule."""
+    world = busy_world(max_waiting)
+    names = ("flood", "other", "flood", "third", "flood")
+    for number in range(3 * max_waiting):
+        tenant = f"{names[number % len(names)]}/{number}"
+        request = structs.replace(ask(f"r{number}"), tenant=tenant, tenant_weight=weight)
+        try:
+            world.scheduler.admission_state(world.now).check(request, 1, {}, 0.0)
+            is_refused = False
+        except QueueFull:
+            is_refused = True
+        assert world.add(request) != is_refused
+    world.drain()
+
+
 def test_batch_work_of_an_account_takes_nothing_of_its_interactive_share() -> None:
     alone, both = busy_world(40), busy_world(40)
     num_queued(both, "other", request_class=RequestClass.BATCH)

@@ -12,6 +12,7 @@ from client import client_of
 from fake_engine import FakeEngine, FakeStream, FakeTokenizer
 from msgspec.structs import replace
 
+from quickstep.core.admission import AdmissionState
 from quickstep.engine.retrieval.card import Retrieval, Scoring
 from quickstep.server.app import create_app
 from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions
@@ -295,6 +296,28 @@ class CountingTokenizer(FakeTokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self.sizes.append(len(text))
         return super().encode(text, add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RERANK, {"query": "a", "documents": ["b", "c"]}),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/api/embed", {"model": "fake", "input": ["a", "b"]}),
+    ],
+)
+def test_prompts_without_places_in_the_queue_are_not_tokenized(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    engine.admission = AdmissionState(num_waiting=7, num_interactive=7, max_waiting=8)
+    tokenized: list[object] = []
+    monkeypatch.setattr(
+        FakeTokenizer, "encode_all", lambda *args: tokenized.append(args), raising=False
+    )
+    assert post(path, body, engine).status_code == 429
+    engine.admission = AdmissionState()
+    assert not tokenized and not engine.submitted
 
 
 def test_large_answers_are_encoded_too() -> None:

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.1
+_STATS_PART = 0.05  # of the event loop's time, at most: they look at all sequences
 _PROGRESS_STEP = 0.02  # of the weights, between two Loading messages
 # How long another thread may keep the interpreter from the event loop and from the step's thread:
 # with Python's 5 ms, every return from native code waits that long while a grammar is prepared.
@@ -394,8 +395,11 @@ class EngineService:
     async def _send_stats(self, engine: Engine) -> None:
         while True:
             self._stats_due.clear()
+            began_s = time.perf_counter()
             stats = engine.stats()
             self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
+            spent_s = time.perf_counter() - began_s
+            await asyncio.sleep(min(spent_s / _STATS_PART, _STATS_EVERY_S))
             steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
             busy = steps or bool(self._preparing) or engine.has_open_transfers
             with suppress(TimeoutError):

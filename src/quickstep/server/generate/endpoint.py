@@ -407,6 +407,8 @@ def _check_admission(model: ServedModel, body: bytes, caller: str, received_s: f
         request_class=urgency.request_class or RequestClass.INTERACTIVE,
         ttft_deadline_s=None if deadline_ms is None else deadline_ms / 1e3,
         received_s=received_s,
+        tenant=tenant_of_key(caller, ""),
+        tenant_weight=model.server.api_keys.weight_of(caller),
     )
     model.engine.check_admission(urgent, num_sequences=1)
 

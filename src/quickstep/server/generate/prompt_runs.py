@@ -122,6 +122,7 @@ class PromptRun:
     async def answers(
         self,
         observers: Observers,
+        num_prompts: int,
         expected_tokens: int,
         tokenize: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         sampling: SamplingParams,
@@ -130,8 +131,9 @@ class PromptRun:
     ) -> PromptAnswers:
         """Tokenize prompts that the limits of the caller's key admit, and have them answered.
 
-        `expected_tokens` are those of all prompts before they are tokenized; `pooling` is None for
-        prompts of which a token is sampled; the prompts came in the body's `input_field`.
+        `expected_tokens` are those of all prompts before they are tokenized, which they are only if
+        the queue has places for them; `pooling` is None for prompts of which a token is sampled;
+        the prompts came in the body's `input_field`.
 
         Raises:
             RequestError: A limit is reached, it names `input_field`, or the time is over.
@@ -141,6 +143,7 @@ class PromptRun:
         price = model.price(self._common.adapter)
         usd = 0.0 if price is None else price.most_usd(expected_tokens)
         in_batch = self._common.endpoint == BATCHES
+        model.engine.check_admission(self._common, num_prompts)
         reservation = server.limiter.admit(self._caller, expected_tokens, in_batch, usd)
         try:
             prompts = await tokenize()

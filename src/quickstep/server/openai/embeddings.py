@@ -104,6 +104,7 @@ class Embeddings:
         texts = _with_task(prompts, fields, engine)
         answers = await run.answers(
             self._observers,
+            len(texts),
             sum(map(_expected_tokens, prompts)),
             partial(bounded_ids, engine, texts, run.lanes, most),
             POOLED,

@@ -183,6 +183,7 @@ class Scores:
 
         answers = await run.answers(
             self._observers,
+            len(texts),
             sum(len(prompt.text) for prompt in texts) // BYTES_PER_TOKEN,
             partial(bounded_ids, engine, texts, run.lanes, most),
             POOLED,
@@ -220,6 +221,7 @@ class Scores:
         prompts = partial(pair_prompts, engine, pairs, fields.instruction, limits)
         answers = await run.answers(
             self._observers,
+            len(pairs.documents),
             num_chars // BYTES_PER_TOKEN,
             lambda: run.lanes.run(num_chars, prompts),
             pair_sampling(retrieval),
