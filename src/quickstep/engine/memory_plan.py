@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("quickstep.engine")
 # The scratch of the native kernels and float32 sums, in bytes per element at a layer's widest
 # point, where a plan is made without kernels.
-_SCRATCH_BYTES = 8
+SCRATCH_BYTES = 8
 
 
 def expected_plan(config: EngineConfig) -> MemoryPlan | None:
@@ -63,10 +63,10 @@ def expected_plan(config: EngineConfig) -> MemoryPlan | None:
     adapter_bytes = sum(adapter_bytes_of(config.lora, spec, dtype.itemsize, at_start))
     here = replace(config, load=replace(config.load, offline=True))
     try:
-        sizes = draft_sizes(here, spec, dtype.itemsize, _SCRATCH_BYTES)
+        sizes = draft_sizes(here, spec, dtype.itemsize, SCRATCH_BYTES)
     except ConfigError:  # not on this machine yet, or broken, which its engine will say
         sizes = ()
-    return plan_for(config, spec, dtype, device, _SCRATCH_BYTES, held_bytes, adapter_bytes, sizes)
+    return plan_for(config, spec, dtype, device, SCRATCH_BYTES, held_bytes, adapter_bytes, sizes)
 
 
 def adapter_bytes_of(

@@ -129,6 +129,11 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp8_tflops: float | None = None
     price: DevicePrice | None = None
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU, as far as `achieved` says so."""
+        return self.achieved == ESTIMATED
+
     def __post_init__(self) -> None:
         for name in ("memory_gb", "memory_gb_per_s", "bfloat16_tflops"):
             if not getattr(self, name) > 0:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACCEPTANCE = 0.7
-SCRATCH_BYTES = 8  # of the native kernels' op table
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +240,6 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     from msgspec.structs import replace
 
     from quickstep.plan.hardware import (
-        ESTIMATED,
         THIS,
         find_hardware,
         measured_device,
@@ -255,7 +253,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         table = replace(table, devices=table.devices | {THIS: device})
     hardware = find_hardware(args.hardware, table, args.link, args.price)
     device = table.devices[parse_hardware(args.hardware)[0]]
-    if args.kv_cache_dtype == "int4" and device.achieved == ESTIMATED:
+    if args.kv_cache_dtype == "int4" and device.is_gpu:
         raise ConfigError(
             f"--kv-cache-dtype int4 has kernels for CPUs only, {device.label} is a GPU; use int8 "
             "or fp8"
@@ -339,18 +337,18 @@ def element_bytes(args: argparse.Namespace, spec: ModelSpec, hardware: Hardware)
     """
     from msgspec.structs import replace
 
-    from quickstep.plan.hardware import ESTIMATED
     from quickstep.plan.models import quantized_weight_bytes
 
     elements = _plain_elements(spec, args.quantization, args.kv_cache_dtype)
     weights = quantized_weight_bytes(
-        model_of(args), spec, elements, natively=hardware.device.achieved != ESTIMATED
+        model_of(args), spec, elements, natively=not hardware.device.is_gpu
     )
     return replace(elements, weights=weights)
 
 
 def _plain_elements(spec: ModelSpec, quantization: str | None, kv_dtype: str) -> ElementBytes:
     """Bytes per element in the checkpoint's dtype, 16 bits if it names none."""
+    from quickstep.engine.memory_plan import SCRATCH_BYTES
     from quickstep.model.sizing import ElementBytes
 
     return ElementBytes(_DTYPE_BYTES.get(spec.dtype, 2), SCRATCH_BYTES, quantization, kv_dtype)
