@@ -26,7 +26,7 @@ def test_a_life_that_answered_a_request_is_never_short() -> None:
 def test_a_death_that_a_request_caused_starts_the_count_again() -> None:
     restarts = Restarts(RestartLimits(max_quick_deaths=2, quick_s=10, first_delay_s=1))
     assert [restarts.delay_after(0.0) for _ in range(2)] == [1, 2]
-    restarts.cause_found()
+    restarts.works()
     assert [restarts.delay_after(0.0) for _ in range(3)] == [1, 2, None]
 
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from remote_run import ask, is_alive, read, run, until
+from remote_run import QUICK, ask, is_alive, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stats import EngineState
@@ -84,5 +84,20 @@ def test_a_stop_while_the_engine_wakes_leaves_no_process(tmp_path: Path) -> None
         with pytest.raises(EngineError, match="stop"):
             await waking
         assert engine.process_id is None
+
+    run(tmp_path, test)
+
+
+def test_deaths_between_answers_and_sleeps_do_not_add_up(tmp_path: Path) -> None:
+    """A model that others take turns with is ended in order more often than it dies."""
+
+    async def test(engine: RemoteEngine) -> None:
+        for number in range((QUICK.max_quick_deaths or 0) + 2):
+            os.kill(engine.process_id or 0, signal.SIGKILL)  # before it has answered
+            await until(lambda least=number: engine.stats().num_restarts > least)
+            assert await read(ask(engine, "abc", FIVE))
+            await engine.sleep()
+            await engine.wake()
+        assert engine.stats().state is EngineState.RUNNING
 
     run(tmp_path, test)

@@ -95,8 +95,10 @@ class Restarts:
             return None
         return self._doubled(self._num_quick)
 
-    def cause_found(self) -> None:
-        """A request has ended the last process: the engine itself works."""
+    def works(self) -> None:
+        """The engine itself works: a process has answered, whatever ends it later, or what ended
+        the last one was a request.
+        """
         self._num_quick = 0
 
     def delay_without_start(self) -> float:
@@ -297,7 +299,7 @@ class Supervisor:
 
     def cause_found(self) -> None:
         """A request has ended the last process: the deaths before do not count any more."""
-        self._restarts.cause_found()
+        self._restarts.works()
 
     @property
     def silent_s(self) -> float:
@@ -439,7 +441,9 @@ class Supervisor:
         try:
             async for message in process.messages:
                 self._watch.note(message)
-                self._has_answered = self._has_answered or _has_output(message)
+                if not self._has_answered and _has_output(message):
+                    self._has_answered = True
+                    self._restarts.works()
                 try:
                     self._client.receive(message)
                 except Exception:  # the state of this process's streams is unknown
