@@ -165,7 +165,9 @@ class EngineNotStarted(EngineError):
 
 
 class EngineDied(EngineError):
-    """The engine's process ended while the request ran; the request may be the cause."""
+    """The engine's process ended while the request ran, which may be the cause, or while it loaded
+    the model.
+    """
 
 
 class ConfigError(QuickstepError):

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from msgspec.structs import replace
 
 from quickstep.engine.interface import ServedEngine
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, EngineDied
 from quickstep.server.app import app_of_models
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.residents import ModelEntry, SeveralModels
@@ -54,6 +54,7 @@ class Server:
         self.loads: list[str] = []
         self.broken = {"big"}
         self.opening_lasts: asyncio.Event | None = None
+        self.num_deaths = 0  # of processes that load
         base = ServerOptions(models=options, api_keys=keys or ApiKeys())
         self.entries = tuple(
             ModelEntry(
@@ -76,6 +77,9 @@ class Server:
                 raise ConfigError(f"the weights of {name} are broken")
             if self.opening_lasts is not None:
                 await self.opening_lasts.wait()
+            if self.num_deaths:
+                self.num_deaths -= 1
+                raise EngineDied("the engine process was ended by SIGKILL while it loaded")
             self.loads.append(name)
             return SleepyEngine(self)  # type: ignore[return-value]
 
@@ -183,6 +187,17 @@ def test_a_model_that_cannot_be_loaded_does_not_touch_the_others() -> None:
     assert "the weights of b are broken" in failed.json()["error"]["message"]
     assert other.status_code == health.status_code == again.status_code == 200
     assert health.json()["models"] == {"a": "ready", "b": "failed", "c": "absent", "big": "absent"}
+
+
+@pytest.mark.parametrize(("num_deaths", "status"), [(2, 200), (3, 503)])
+def test_a_process_that_dies_while_a_model_is_loaded_is_tried_again(
+    num_deaths: int, status: int
+) -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> Any:
+        server.num_deaths = num_deaths
+        return await client.post(CHAT, json={**SAY, "model": "b"})
+
+    assert serve(use).status_code == status
 
 
 def test_models_are_loaded_and_unloaded_by_routes_with_the_names_of_other_servers() -> None:

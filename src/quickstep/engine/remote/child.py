@@ -27,7 +27,7 @@ from quickstep.engine.remote.messages import (
 )
 from quickstep.engine.remote.opening import Open
 from quickstep.engine.remote.supervisor import LoadProgress
-from quickstep.errors import ConfigError, EngineError
+from quickstep.errors import ConfigError, EngineDied, EngineError
 
 _LOGGER = logging.getLogger(__name__)
 _REAP_S = 5.0
@@ -89,6 +89,7 @@ class EngineProcess:
 
         Raises:
             ConfigError: The checkpoint is missing or broken, or does not fit.
+            EngineDied: The process ended, and did not say why.
             EngineError: The process failed.
         """
         if not self._has_opening:
@@ -105,7 +106,7 @@ class EngineProcess:
                 case _:
                     raise EngineError(f"the engine process sent {message} before it had opened")
         how = await self.end()
-        raise EngineError(f"{how} while it loaded the model")
+        raise EngineDied(f"{how} while it loaded the model")
 
     async def _next(self, silence_s: float | None) -> FromEngine | None:
         """The next message; None after the last one. Raises EngineError if it takes too long."""

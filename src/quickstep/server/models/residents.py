@@ -21,7 +21,7 @@ from quickstep.core.shares import NoRoom, Shares
 from quickstep.engine.interface import ServedEngine, SleepingEngine
 from quickstep.engine.owned_tasks import OwnedTasks
 from quickstep.engine.stats import EngineState
-from quickstep.errors import EngineError, QuickstepError, RequestError, size_text
+from quickstep.errors import EngineDied, EngineError, QuickstepError, RequestError, size_text
 from quickstep.server.models.lora_names import LoRANames
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import ServerOptions
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("quickstep.server")
 _POLL_S = 0.1  # while requests wait for a model
+_MAX_LOADS = 3  # of a model whose engine's process dies while it loads
 _RETRY_S = 0.5  # after an engine could not be unloaded
 # The values of `ModelState`.
 StateName = Literal["absent", "loading", "ready", "asleep", "draining", "failed"]
@@ -339,7 +340,7 @@ class ResidentModels:
         self._changed.set()
 
     async def _open(self, entry: ModelEntry) -> ServedModel:
-        engine = await entry.open()
+        engine = await self._opened(entry)
         try:
             model = ServedModel.of(engine, entry.options, self._server)
             await self._report_opened(model)
@@ -348,6 +349,17 @@ class ResidentModels:
             raise
         self._set_bytes(model)
         return model
+
+    async def _opened(self, entry: ModelEntry) -> ServedEngine:
+        """The engine of a model that is loaded for the first time. A process that was ended from
+        outside, as for another program's memory, is tried again, as one that had run would be.
+        """
+        for _ in range(_MAX_LOADS - 1):
+            try:
+                return await entry.open()
+            except EngineDied as error:
+                _LOG.warning("loading the model %s again: %s", entry.name, error)
+        return await entry.open()
 
     def _set_bytes(self, model: ServedModel) -> None:
         """Replace the planner's size of a model by the engine's own."""
