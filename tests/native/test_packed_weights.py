@@ -27,6 +27,8 @@ from quickstep.engine.llm import LLM
 from quickstep.engine.packed_weights import loading
 from quickstep.engine.packed_weights.directory import FORMAT, PackedDirectory
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint import fingerprint as fingerprint_module
+from quickstep.model.checkpoint.fingerprint import weights_fingerprint
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.packed_files import NativePackedFiles, _Parts
 from quickstep.ops.table import OpTable
@@ -170,6 +172,29 @@ def test_a_second_start_has_the_same_bits(folder, quantization, monkeypatch, cap
     assert path.read_bytes() == content
     monkeypatch.setenv("QUICKSTEP_CACHE_DIR", "")
     assert answer(quantization=quantization) == first
+
+
+def test_a_later_start_knows_the_fingerprint(folder, monkeypatch):
+    """It is read if its settings are the same; the file's name does not depend on all of them."""
+    computed = []
+
+    def counted(config, files, settings):
+        computed.append(settings)
+        return weights_fingerprint(config, files, settings)
+
+    def fingerprint(**options: object) -> str:
+        loaded = load_weights(EngineConfig(load=LoadConfig("demo"), **options), None)
+        written()
+        return loaded.model.fingerprint
+
+    monkeypatch.setattr(fingerprint_module, "weights_fingerprint", counted)
+    first = fingerprint()
+    assert (fingerprint(), len(computed)) == (first, 1)
+    longer = {"max_model_len": 8192, "allow_long_context": True}
+    other = fingerprint(**longer)
+    assert (other != first, len(computed)) == (True, 2)
+    one_file(folder).unlink()
+    assert (fingerprint(), fingerprint(**longer), len(computed)) == (first, other, 4)
 
 
 def test_what_rounding_changed_is_said_again(folder, caplog):

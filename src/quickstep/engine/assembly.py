@@ -425,6 +425,7 @@ class _Planned(msgspec.Struct, frozen=True):
     Attributes:
         held_bytes: Of weights in quantized values; None of others.
         why_torch: What torch is needed for; "" for nothing.
+        weights: What the checkpoint of a native decoder holds; None for others.
     """
 
     checkpoint: Checkpoint
@@ -434,6 +435,7 @@ class _Planned(msgspec.Struct, frozen=True):
     ops: OpTable
     held_bytes: int | None
     why_torch: str
+    weights: CheckpointWeights | None
 
 
 def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0) -> _Planned:
@@ -476,7 +478,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
         _LOGGER.info(
             "not used: %s, for images, drafts or quantizing", ", ".join(checkpoint.left_out)
         )
-    held_bytes = None
+    held_bytes = weights = None
     why_torch = f"{spec.architecture}, which runs through transformers,"
     if spec.native or spec.encoder is not None:
         why_torch = "--enforce-eager"
@@ -509,7 +511,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
     if why_torch:
         require_torch(why_torch)
         set_threads(num_threads(config.load))
-    return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, why_torch)
+    return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, weights, why_torch)
 
 
 def _log_unused(config: EngineConfig, weights: CheckpointWeights) -> None:
@@ -660,13 +662,25 @@ def _load_planned(
     if processes is not None:
         ops = processes.start(config, plan, spec, ops, planned.device)
     part = _own_part(processes)
-    packed = _packed_loading(config, planned, ops, part)
+    packed = _packed_loading(config, planned, plan, ops, part)
+    fingerprint = None
     if packed is not None:
         ops = replace(ops, load_linear=packed.load_linear)
-    sizes = plan.max_model_len, not planned.why_torch, *part
-    model = load_model(checkpoint, spec, ops, config.load, progress, *sizes)
+        fingerprint = packed.fingerprint
+    model = load_model(
+        checkpoint,
+        spec,
+        ops,
+        config.load,
+        progress,
+        plan.max_model_len,
+        not planned.why_torch,
+        *part,
+        weights=planned.weights,
+        fingerprint=fingerprint,
+    )
     if packed is not None:
-        packed.finish()
+        packed.finish(model.fingerprint)
     if not model.exact:
         _LOGGER.warning(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
@@ -680,18 +694,25 @@ def _load_planned(
 
 
 def _packed_loading(
-    config: EngineConfig, planned: _Planned, ops: OpTable, part: tuple[Shard, Stage]
+    config: EngineConfig,
+    planned: _Planned,
+    plan: MemoryPlan,
+    ops: OpTable,
+    part: tuple[Shard, Stage],
 ) -> PackedLoading | None:
     """Matrices from the cache directory; None where they are not kept there."""
     if not planned.spec.native or planned.spec.encoder is not None:
         return None
     from quickstep.engine.packed_weights.loading import PackedLoading
 
+    from quickstep.model.loader import fingerprint_settings
     shard, stage = part
+    checkpoint = planned.checkpoint
+    settings = fingerprint_settings(checkpoint, planned.spec, ops, config.load, plan.max_model_len)
     text = ""
     if config.load.num_ranks > 1:
         text = f"rank {shard.rank} of {shard.size}, stage {stage.number} of {stage.size}"
-    return PackedLoading.open(config.load, planned.checkpoint, planned.dtype, ops, text)
+    return PackedLoading.open(config.load, checkpoint, planned.dtype, ops, text, settings)
 
 
 def _base_biases(model: Model, processes: ModelProcesses | None) -> Mapping[int, Array]:

@@ -29,7 +29,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Library
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
+from quickstep.model.checkpoint.gguf_file import open_gguf
 from quickstep.ops.native.pieces import NativePieces
 from quickstep.text.gguf_splits import SPLITS
 from quickstep.text.sentence_pieces import SentencePieces
@@ -64,7 +64,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
 def _native_tokenizer(path: Path) -> GgufTokenizer | None:
     """A vocabulary of SentencePiece, tokenized by native code; None where that does not read it."""
     file = open_gguf(path)
-    values, listed = _values(file), file.text_lists.get(f"{_PREFIX}tokens")
+    values, listed = _values(file.metadata), file.text_lists.get(f"{_PREFIX}tokens")
     scores, kinds = values.get("scores"), values.get("token_type")
     if values.get("model") != "llama" or listed is None:
         return None
@@ -93,7 +93,9 @@ def _native_tokenizer(path: Path) -> GgufTokenizer | None:
 
 def build_gguf_tokenizer(path: Path) -> GgufTokenizer:
     """The tokenizer of a GGUF file in the `tokenizers` library. Raises ConfigError."""
-    values = _values(open_gguf(path, with_texts=True))
+    file = open_gguf(path)
+    lists = {key: file.texts(key) for key in file.text_lists if key.startswith(_PREFIX)}
+    values = _values({**file.metadata, **lists})
     tokens, kind = values.get("tokens"), values.get("model")
     if not _are_texts(tokens):
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
@@ -133,10 +135,10 @@ def gguf_templates(path: Path) -> dict[str, str]:
     return found
 
 
-def _values(file: GgufFile) -> dict[str, object]:
+def _values(metadata: Mapping[str, object]) -> dict[str, object]:
     return {
         key.removeprefix(_PREFIX): value
-        for key, value in file.metadata.items()
+        for key, value in metadata.items()
         if key.startswith(_PREFIX)
     }
 
