@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -147,7 +148,7 @@ def open_engine(
     """Load the model that `config` names and build its engine; `await engine.start()` runs it.
 
     The step log is also written to `step_log_path`, as JSON lines. An engine that gets its prompts
-    as tokens does not need the chat template. `on_rank_lost` is called when another process of the
+    as tokens does not have the chat template. `on_rank_lost` is called when another process of the
     model ends by itself; no step can run then.
 
     Raises:
@@ -424,8 +425,8 @@ class _Planned(msgspec.Struct, frozen=True):
 
     Attributes:
         held_bytes: Of weights in quantized values; None of others.
-        why_torch: What torch is needed for; "" for nothing.
         weights: What the checkpoint of a native decoder holds; None for others.
+        why_torch: What torch is needed for; "" for nothing.
     """
 
     checkpoint: Checkpoint
@@ -434,8 +435,8 @@ class _Planned(msgspec.Struct, frozen=True):
     dtype: DType
     ops: OpTable
     held_bytes: int | None
-    why_torch: str
     weights: CheckpointWeights | None
+    why_torch: str
 
 
 def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0) -> _Planned:
@@ -704,11 +705,11 @@ def _packed_loading(
     if not planned.spec.native or planned.spec.encoder is not None:
         return None
     from quickstep.engine.packed_weights.loading import PackedLoading
-
     from quickstep.model.loader import fingerprint_settings
-    shard, stage = part
+
     checkpoint = planned.checkpoint
     settings = fingerprint_settings(checkpoint, planned.spec, ops, config.load, plan.max_model_len)
+    shard, stage = part
     text = ""
     if config.load.num_ranks > 1:
         text = f"rank {shard.rank} of {shard.size}, stage {stage.number} of {stage.size}"
@@ -1098,7 +1099,7 @@ def describe(
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,
-        chat_template=_template(path, tokenizer, inputs) if with_template else None,
+        open_template=partial(_template, path, tokenizer, inputs) if with_template else None,
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,

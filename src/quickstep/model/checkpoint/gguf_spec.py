@@ -7,13 +7,12 @@ the architecture. A key of the model's own section that is not understood is ref
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from functools import lru_cache
 from ctypes import c_float
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType
@@ -230,7 +229,9 @@ def _dialect(file: GgufFile) -> tuple[str, Dialect]:
             "own file"
         )
     if name not in DIALECTS:
-        near = difflib.get_close_matches(name, DIALECTS, 1)
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, DIALECTS, 1)
         hint = f", the nearest is {near[0]}" if near else ""
         raise ConfigError(
             f"{file.path.name} holds a model of architecture {name!r}; GGUF files are read for "
