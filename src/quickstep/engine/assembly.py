@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +90,9 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 
 # A start waits so long for CUDA graphs, of which the first ones compile the kernels.
 _MOST_CAPTURE_S = 60.0
+# OpenBLAS reads it when NumPy is imported: 2 to the power of it are the cycles until an idle thread
+# sleeps.
+_SPINNING, _SHORTEST = "OPENBLAS_THREAD_TIMEOUT", "4"
 # Until a lost process has been noticed, whose parts were missing before.
 _FAILURE_S = 5.0
 
@@ -128,8 +132,22 @@ class LoadedWeights(msgspec.Struct, frozen=True):
 
 def import_loading() -> None:
     """Import what `load_weights` needs, before it is known which model to load."""
+    _import_numpy()
     for name in _LOADING:
         import_module(name)
+
+
+def _import_numpy() -> None:
+    """Import NumPy, if it is not there, with threads of OpenBLAS that sleep while they have nothing
+    to compute. By default they spin for 25 ms, from the import on, on cores that the start needs.
+    """
+    if "numpy" in sys.modules or _SPINNING in os.environ:
+        return
+    os.environ[_SPINNING] = _SHORTEST
+    try:
+        import_module("numpy")
+    finally:
+        del os.environ[_SPINNING]
 
 
 def import_engine() -> None:
@@ -191,6 +209,7 @@ def _open_engine(
     with_template: bool,
     processes: ModelProcesses | None,
 ) -> Engine:
+    import_loading()
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.runtime.cache.kv_cache import allocate_kv
 

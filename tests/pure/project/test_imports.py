@@ -1,6 +1,7 @@
 """What importing must not cost: no torch below the runtime, no seconds at `import quickstep`."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -116,3 +117,27 @@ with LLM("demo", max_model_len=64) as llm:
     llm.generate("def", SamplingParams(max_tokens=1), use_tqdm=False)
 """
     assert imported_by(code, *RARELY_NEEDED) == []
+
+
+IMPORT_OF_NUMPY = """
+import json, os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            found.append(os.environ.get("OPENBLAS_THREAD_TIMEOUT"))
+found = []
+sys.meta_path.insert(0, Finder())
+from quickstep.engine.assembly import import_loading
+import_loading()
+found.append(os.environ.get("OPENBLAS_THREAD_TIMEOUT"))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("own", [None, "20"])
+def test_threads_of_openblas_do_not_spin_while_weights_are_read(own: str | None) -> None:
+    """Unless the environment says how long; it is as before when NumPy is imported."""
+    environment = {**os.environ, **({} if own is None else {"OPENBLAS_THREAD_TIMEOUT": own})}
+    command = [sys.executable, "-c", IMPORT_OF_NUMPY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [own or "4", own]
