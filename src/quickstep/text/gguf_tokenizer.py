@@ -11,6 +11,7 @@ split is refused by name, because it would split text differently from its train
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -143,8 +144,8 @@ def _values(metadata: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _are_numbers(value: object, count: int) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(value, tuple) and len(value) == count
+def _are_numbers(value: object, count: int) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (tuple, array)) and len(value) == count
 
 
 def _are_texts(value: object) -> TypeGuard[tuple[str, ...]]:
@@ -244,7 +245,7 @@ def _unigram(
     pairs = list(zip(tokens, scores, strict=True))
     library = Library(models.Unigram(pairs, unknown, byte_fallback=_BYTE in kinds))
     charsmap = values.get("precompiled_charsmap")
-    if isinstance(charsmap, tuple) and charsmap:
+    if isinstance(charsmap, (tuple, array)) and charsmap:
         content = bytes(octet % 256 for octet in charsmap)
         library.normalizer = normalizers.Precompiled(content)
     scheme = "always" if values.get("add_space_prefix", True) else "never"
@@ -268,7 +269,7 @@ _BUILDERS: Mapping[str, _Build] = MappingProxyType(
 
 def _scores(path: Path, values: Mapping[str, object], tokens: Sequence[str]) -> Sequence[float]:
     scores = values.get("scores")
-    if not isinstance(scores, tuple) or len(scores) != len(tokens):
+    if not _are_numbers(scores, len(tokens)):
         raise ConfigError(f"{path} holds no scores of its tokenizer (tokenizer.ggml.scores)")
     return scores
 
@@ -309,7 +310,7 @@ def _rank_of_equals(pair: tuple[str, str], vocabulary: Mapping[str, int]) -> tup
 
 def _kinds(values: Mapping[str, object], count: int) -> Sequence[int]:
     kinds = values.get("token_type")
-    return kinds if isinstance(kinds, tuple) and len(kinds) == count else (1,) * count
+    return kinds if _are_numbers(kinds, count) else (1,) * count
 
 
 def _frame(
@@ -336,8 +337,17 @@ def _frame(
 
 
 def _ids_of(kinds: Sequence[int], wanted: int) -> list[int]:
-    """The tokens of a kind; a vocabulary has hundreds of thousands of others."""
-    return list(itertools.compress(itertools.count(), map(wanted.__eq__, kinds)))
+    """The tokens of a kind; a vocabulary has hundreds of thousands of others, so they are found as
+    bytes.
+    """
+    content, pattern = array("i", kinds).tobytes(), array("i", [wanted]).tobytes()
+    found, at = [], content.find(pattern)
+    while at >= 0:
+        token_id, rest = divmod(at, len(pattern))
+        if rest == 0:
+            found.append(token_id)
+        at = content.find(pattern, at + 1)
+    return found
 
 
 def _framed(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -73,6 +75,8 @@ _MAX_NAME_BYTES = 256  # of a tensor; ggml's own limit is 64
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _SPLIT_TENSORS = "split.tensors.count"
 _MANY = 1000  # texts: fewer are not worth a call
+_ARRAY_CODES = frozenset("BbHhIifQqd")  # of numbers that `array` has with the sizes of files
+_OF_VOCABULARY = "tokenizer."
 _SETTLED_NS = 2_000_000_000
 
 
@@ -85,9 +89,10 @@ class TextList(msgspec.Struct, frozen=True):
 
 
 class GgufFile(msgspec.Struct, frozen=True, eq=False):
-    """One file's metadata and tensors by their own names, and where its lists of text are. Equal to
-    itself only: `open_gguf` returns the same one again while the file is the same, so what is
-    computed from it can be cached.
+    """One file's metadata and tensors by their own names, and where its lists of text are. A long
+    list of numbers of a vocabulary is an `array`, other ones are tuples. Equal to itself only:
+    `open_gguf` returns the same one again while the file is the same, so what is computed from it
+    can be cached.
     """
 
     path: Path
@@ -223,7 +228,7 @@ class _Header:
         text_lists: dict[str, TextList] = {}
         for _ in range(num_pairs):
             key = self._text()
-            value = self._value(self._int("I"))
+            value = self._value(self._int("I"), key.startswith(_OF_VOCABULARY))
             if key in metadata or key in text_lists:
                 raise ValueError(f"it has the metadata {key!r:.80} twice")
             if isinstance(value, TextList):
@@ -265,7 +270,20 @@ class _Header:
             raise ValueError(f"it has {len(self._content)} bytes, a text ends at {self._at}")
         return self._content[start : self._at].decode("utf-8", "replace")
 
-    def _value(self, kind: int) -> object:
+    def _array(self, code: str, count: int) -> array[int] | array[float]:
+        """The next `count` numbers, without an object for each."""
+        numbers = array(code)
+        size = count * numbers.itemsize
+        content = self._content[self._at : self._at + size]
+        if len(content) < size:
+            raise ValueError(f"it ends within a list of {count} numbers")
+        numbers.frombytes(content)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        self._at += size
+        return numbers
+
+    def _value(self, kind: int, of_vocabulary: bool) -> object:
         if kind in _SCALARS:
             (value,) = self._numbers(_SCALARS[kind], 1)
             return value
@@ -275,7 +293,10 @@ class _Header:
             raise ValueError(f"metadata of the unknown type {kind}")
         inner, count = self._int("I"), self._int("Q")
         if inner in _SCALARS:
-            return self._numbers(_SCALARS[inner], count)
+            code = _SCALARS[inner]
+            if of_vocabulary and count >= _MANY and code in _ARRAY_CODES:
+                return self._array(code, count)
+            return self._numbers(code, count)
         if inner != _STRING:
             raise ValueError(f"metadata holds a list of the unsupported type {inner}")
         return self._skip(count)
