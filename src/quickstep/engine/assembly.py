@@ -188,7 +188,17 @@ def open_engine(
         raise
     finally:
         if collects:
+            _collect_later()
             gc.enable()
+
+
+def _collect_later() -> None:
+    """Make the objects that exist now the oldest ones, which the next complete collection scans:
+    the one of young objects that is due would take longer than a step.
+    """
+    if gc.get_freeze_count() == 0:  # else a caller's objects would be unfrozen as well
+        gc.freeze()
+        gc.unfreeze()
 
 
 def model_processes(
