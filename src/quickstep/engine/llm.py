@@ -286,6 +286,7 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         Raises:
             RequestError: As `generate`, the model has no chat template, or a last message cannot
                 be continued.
+            ConfigError: The chat template cannot be read.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
