@@ -312,6 +312,9 @@ def test_nothing_is_kept_where_none_is_wanted(folder, monkeypatch):
     assert not folder.exists()
     monkeypatch.setattr(loading, "_LEAST_BYTES", 1 << 40)
     opened()
+    assert not folder.exists()  # nothing was computed for it
+    monkeypatch.setattr(loading, "_LEAST_BYTES", 40 << 20)
+    opened()
     assert not list(folder.iterdir())
     with pytest.raises(ConfigError, match="--packed-cache-bytes is -1"):
         LoadConfig("demo", packed_cache_bytes=-1)

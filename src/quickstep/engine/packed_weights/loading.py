@@ -48,6 +48,8 @@ _LOGGER = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[2]
 # Smaller models are not kept: to map them saves nothing.
 _LEAST_BYTES = 64 << 20
+# At most so many bytes are packed for one of a file: IQ1 is held in 8 bits.
+_MOST_GROWTH = 6
 _LAST_PRIORITY = 19
 # The code between files and packed weights.
 _CODE = ("model", "ops")
@@ -99,8 +101,10 @@ class PackedLoading:
         if ops.packed_files is None or ops.load_linear is None:
             return None
         try:
-            directory = PackedDirectory.open(root, load.packed_cache_bytes)
             files = open_checkpoint_files(checkpoint.path)
+            if _MOST_GROWTH * files.num_bytes < _LEAST_BYTES:
+                return None
+            directory = PackedDirectory.open(root, load.packed_cache_bytes)
             rounding = load.quantization or ""
             settings = str(dtype), rounding, ops.packed_files.layout, part
             identity = identity_of(read_config(checkpoint.path), files, settings)
