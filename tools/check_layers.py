@@ -139,6 +139,7 @@ def server_fault(part: str, module: str) -> str | None:
 _TORCH = "what it imports computes with torch, which a server and a native engine never load (0010)"
 _ONE_FORMAT = "each import is of one format or kind, of which a model has one"
 _LOADING = "an engine imports while its process already loads weights (0008)"
+_RARE = "few models or requests need it; what it imports takes milliseconds of each start (0008)"
 _OPTIONAL = "the package may be missing, or is used by one option only"
 # Modules whose functions import other modules than torch and NumPy, and why.
 LATE = {
@@ -146,12 +147,13 @@ LATE = {
     "cluster/ray_hosts.py": _OPTIONAL,
     "engine/adapters.py": _LOADING,
     "engine/assembly.py": _LOADING,
+    "engine/llm.py": _LOADING,
     "engine/memory_plan.py": _LOADING,
-    "engine/llm.py": _OPTIONAL,
     "engine/records/replay_runner.py": _LOADING,
     "engine/remote/listening.py": _LOADING,
     "engine/remote/worker.py": _LOADING,
     "engine/speculation.py": _LOADING,
+    "model/checkpoint/gguf_spec.py": _RARE,
     "model/checkpoint/source.py": _OPTIONAL,
     "model/checkpoint/tensor_reader.py": _TORCH,
     "model/encoders/encoder.py": _TORCH,
@@ -187,9 +189,9 @@ LATE = {
     "server/run.py": _OPTIONAL,
     "server/usage/recorder.py": _OPTIONAL,
     "text/chat_template.py": _ONE_FORMAT,
-    "text/grammar/matcher.py": _OPTIONAL,
-    "text/grammar/source.py": _OPTIONAL,
-    "text/token_forms.py": _OPTIONAL,
+    "text/grammar/matcher.py": _RARE,
+    "text/grammar/source.py": _RARE,
+    "text/token_forms.py": _RARE,
     "text/tokenizer.py": _ONE_FORMAT,
     "yaml_file.py": _OPTIONAL,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.gguf_files import write_gguf
 
-from quickstep.errors import RequestError
+from quickstep.errors import ConfigError, RequestError
+from quickstep.model.checkpoint.gguf_file import open_gguf
 from quickstep.ops.native.pieces import NativePieces, read_texts
-from quickstep.text.gguf_tokenizer import build_gguf_tokenizer, read_gguf_tokenizer
+from quickstep.text.gguf_tokenizer import _ids_of, build_gguf_tokenizer, read_gguf_tokenizer
 from quickstep.text.sentence_pieces import SentencePieces
 from quickstep.text.tokenizer import Tokenizer
 
@@ -150,13 +152,70 @@ def test_no_tokens_are_no_vocabulary() -> None:
     assert NativePieces.open(b"", (), (), True) is None
 
 
+def many_pieces() -> list[tuple[str, float, int]]:
+    """So many that lists of numbers are read as arrays."""
+    found = [(f"▁{number:b}", -float(number), NORMAL) for number in range(1000)]
+    others = [
+        ("<mask>", 0.0, CONTROL),
+        ("<end_of_turn>", 0.0, CONTROL),
+        ("\n\n", 0.0, USER_DEFINED),
+    ]
+    return [*found[:600], *others, *found[600:], ("<last>", -1.0, CONTROL)]
+
+
+def test_a_long_vocabulary_is_read_as_a_short_one(tmp_path: Path) -> None:
+    path = write_pieces(tmp_path / "m.gguf", many_pieces())
+    metadata = open_gguf(path).metadata
+    assert isinstance(metadata["tokenizer.ggml.scores"], array)
+    kinds = metadata["tokenizer.ggml.token_type"]
+    assert isinstance(kinds, array)
+    for kind in (UNKNOWN, CONTROL, USER_DEFINED, 5):
+        assert _ids_of(kinds, kind) == [i for i, found in enumerate(kinds) if found == kind]
+    found, built = read_gguf_tokenizer(path), build_gguf_tokenizer(path)
+    assert isinstance(found.library, SentencePieces)
+    assert (found.eos_token_ids, found.special_tokens) == (
+        built.eos_token_ids,
+        built.special_tokens,
+    )
+    ours, expected = Tokenizer(found.library), Tokenizer(built.library)
+    assert ours.special_ids == expected.special_ids
+    text = "0 101 <mask>\n\n1111<last> 2"
+    assert ours.encode(text) == expected.encode(text)
+
+
+@given(st.lists(st.sampled_from([1, 3, 4, 0x0100, 0x0301, 0x030000, -1]), max_size=9))
+def test_tokens_of_a_kind_are_found_in_bytes(kinds: list[int]) -> None:
+    for kind in (1, 3, 0x0301):
+        expected = [i for i, found in enumerate(kinds) if found == kind]
+        assert _ids_of(tuple(kinds), kind) == _ids_of(array("i", kinds), kind) == expected
+
+
+@pytest.mark.parametrize("cut", [1, 700])
+def test_a_file_that_ends_within_a_list_of_numbers_is_refused(tmp_path: Path, cut: int) -> None:
+    path = write_pieces(tmp_path / "m.gguf", many_pieces())
+    content = path.read_bytes()
+    end = content.index(b"bos_token_id") - len("tokenizer.ggml.") - 8
+    path.write_bytes(content[: end - cut])
+    with pytest.raises(ConfigError, match=r"m\.gguf is truncated or corrupt"):
+        open_gguf(path)
+
+
+@pytest.mark.parametrize("others", [[], many_pieces()], ids=["short", "many"])
 @pytest.mark.parametrize(
     "piece",
-    [("<s>", 0.0, NORMAL), ("", 0.0, NORMAL), ("x", float("inf"), NORMAL), ("x" * 4_097, 0.0, 1)],
-    ids=["twice", "empty", "infinite score", "long"],
+    [
+        ("<s>", 0.0, NORMAL),
+        ("", 0.0, NORMAL),
+        ("x", float("inf"), NORMAL),
+        ("x", float("nan"), NORMAL),
+        ("x" * 4_097, 0.0, 1),
+    ],
+    ids=["twice", "empty", "infinite score", "no score", "long"],
 )
-def test_other_vocabularies_are_the_librarys(piece: tuple[str, float, int], tmp_path: Path) -> None:
-    path = write_pieces(tmp_path / "m.gguf", [("▁a", -1.0, NORMAL), piece])
+def test_other_vocabularies_are_the_librarys(
+    piece: tuple[str, float, int], others: list[tuple[str, float, int]], tmp_path: Path
+) -> None:
+    path = write_pieces(tmp_path / "m.gguf", [("▁a", -1.0, NORMAL), *others, piece])
     assert not isinstance(read_gguf_tokenizer(path).library, SentencePieces)
     assert Tokenizer.open(path).encode(" a")
 

@@ -27,6 +27,8 @@ from quickstep.engine.llm import LLM
 from quickstep.engine.packed_weights import loading
 from quickstep.engine.packed_weights.directory import FORMAT, PackedDirectory
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint import fingerprint as fingerprint_module
+from quickstep.model.checkpoint.fingerprint import weights_fingerprint
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.packed_files import NativePackedFiles, _Parts
 from quickstep.ops.table import OpTable
@@ -172,6 +174,29 @@ def test_a_second_start_has_the_same_bits(folder, quantization, monkeypatch, cap
     assert answer(quantization=quantization) == first
 
 
+def test_a_later_start_knows_the_fingerprint(folder, monkeypatch):
+    """It is read if its settings are the same; the file's name does not depend on all of them."""
+    computed = []
+
+    def counted(config, files, settings):
+        computed.append(settings)
+        return weights_fingerprint(config, files, settings)
+
+    def fingerprint(**options: object) -> str:
+        loaded = load_weights(EngineConfig(load=LoadConfig("demo"), **options), None)
+        written()
+        return loaded.model.fingerprint
+
+    monkeypatch.setattr(fingerprint_module, "weights_fingerprint", counted)
+    first = fingerprint()
+    assert (fingerprint(), len(computed)) == (first, 1)
+    longer = {"max_model_len": 8192, "allow_long_context": True}
+    other = fingerprint(**longer)
+    assert (other != first, len(computed)) == (True, 2)
+    one_file(folder).unlink()
+    assert (fingerprint(), fingerprint(**longer), len(computed)) == (first, other, 4)
+
+
 def test_what_rounding_changed_is_said_again(folder, caplog):
     """A start that rounds nothing knows it from the file."""
     texts = []
@@ -286,6 +311,9 @@ def test_nothing_is_kept_where_none_is_wanted(folder, monkeypatch):
     opened(packed_cache_bytes=0)
     assert not folder.exists()
     monkeypatch.setattr(loading, "_LEAST_BYTES", 1 << 40)
+    opened()
+    assert not folder.exists()  # nothing was computed for it
+    monkeypatch.setattr(loading, "_LEAST_BYTES", 40 << 20)
     opened()
     assert not list(folder.iterdir())
     with pytest.raises(ConfigError, match="--packed-cache-bytes is -1"):

@@ -85,7 +85,7 @@ def opened(path: Path) -> tuple[CheckpointWeights, TensorSource]:
     """What the checkpoint holds, and its tensors in float32."""
     weights = open_weights(path, read_spec(path))
     weights.check()
-    total = sum(weights.files.tensors[name].nbytes for name in weights.stored())
+    total = sum(weights.files.tensors[name].nbytes for name in weights.stored)
     reader = TensorReader(weights.files, torch.float32, torch.device("cpu"), total, None)
     assert weights.storage is not None
     source = open_quantized_reader(

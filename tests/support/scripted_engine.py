@@ -117,7 +117,7 @@ class ScriptedEngine:
             vocab_size=257,
             tokenizer=tokenizer,
             grammars=GrammarCompiler(tokenizer, 257),
-            chat_template=template and ChatTemplate({"default": template}, {}, now=None),
+            open_template=template and (lambda: ChatTemplate({"default": template}, {}, now=None)),
             path=path,
         )
         self.engine = Engine(

@@ -12,10 +12,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -87,6 +89,9 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 
 # A start waits so long for CUDA graphs, of which the first ones compile the kernels.
 _MOST_CAPTURE_S = 60.0
+# OpenBLAS reads it when NumPy is imported: 2 to the power of it are the cycles until an idle thread
+# sleeps.
+_SPINNING, _SHORTEST = "OPENBLAS_THREAD_TIMEOUT", "4"
 # Until a lost process has been noticed, whose parts were missing before.
 _FAILURE_S = 5.0
 
@@ -126,8 +131,22 @@ class LoadedWeights(msgspec.Struct, frozen=True):
 
 def import_loading() -> None:
     """Import what `load_weights` needs, before it is known which model to load."""
+    _import_numpy()
     for name in _LOADING:
         import_module(name)
+
+
+def _import_numpy() -> None:
+    """Import NumPy, if it is not there, with threads of OpenBLAS that sleep while they have nothing
+    to compute. By default they spin for 25 ms, from the import on, on cores that the start needs.
+    """
+    if "numpy" in sys.modules or _SPINNING in os.environ:
+        return
+    os.environ[_SPINNING] = _SHORTEST
+    try:
+        import_module("numpy")
+    finally:
+        del os.environ[_SPINNING]
 
 
 def import_engine() -> None:
@@ -146,7 +165,7 @@ def open_engine(
     """Load the model that `config` names and build its engine; `await engine.start()` runs it.
 
     The step log is also written to `step_log_path`, as JSON lines. An engine that gets its prompts
-    as tokens does not need the chat template. `on_rank_lost` is called when another process of the
+    as tokens does not have the chat template. `on_rank_lost` is called when another process of the
     model ends by itself; no step can run then.
 
     Raises:
@@ -168,7 +187,17 @@ def open_engine(
         raise
     finally:
         if collects:
+            _collect_later()
             gc.enable()
+
+
+def _collect_later() -> None:
+    """Make the objects that exist now the oldest ones, which the next complete collection scans:
+    the one of young objects that is due would take longer than a step.
+    """
+    if gc.get_freeze_count() == 0:  # else a caller's objects would be unfrozen as well
+        gc.freeze()
+        gc.unfreeze()
 
 
 def model_processes(
@@ -189,6 +218,7 @@ def _open_engine(
     with_template: bool,
     processes: ModelProcesses | None,
 ) -> Engine:
+    import_loading()
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.runtime.cache.kv_cache import allocate_kv
 
@@ -417,6 +447,7 @@ class _Planned(msgspec.Struct, frozen=True):
 
     Attributes:
         held_bytes: Of weights in quantized values; None of others.
+        weights: What the checkpoint of a native decoder holds; None for others.
         why_torch: What torch is needed for; "" for nothing.
     """
 
@@ -426,6 +457,7 @@ class _Planned(msgspec.Struct, frozen=True):
     dtype: DType
     ops: OpTable
     held_bytes: int | None
+    weights: CheckpointWeights | None
     why_torch: str
 
 
@@ -469,7 +501,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
         _LOGGER.info(
             "not used: %s, for images, drafts or quantizing", ", ".join(checkpoint.left_out)
         )
-    held_bytes = None
+    held_bytes = weights = None
     why_torch = f"{spec.architecture}, which runs through transformers,"
     if spec.native or spec.encoder is not None:
         why_torch = "--enforce-eager"
@@ -501,7 +533,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
     if why_torch:
         require_torch(why_torch)
         set_threads(num_threads(config.load))
-    return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, why_torch)
+    return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, weights, why_torch)
 
 
 def _log_unused(config: EngineConfig, weights: CheckpointWeights) -> None:
@@ -648,13 +680,25 @@ def _load_planned(
     if processes is not None:
         ops = processes.start(config, plan, spec, ops, planned.device)
     part = _own_part(processes)
-    packed = _packed_loading(config, planned, ops, part)
+    packed = _packed_loading(config, planned, plan, ops, part)
+    fingerprint = None
     if packed is not None:
         ops = replace(ops, load_linear=packed.load_linear)
-    sizes = plan.max_model_len, not planned.why_torch, *part
-    model = load_model(checkpoint, spec, ops, config.load, progress, *sizes)
+        fingerprint = packed.fingerprint
+    model = load_model(
+        checkpoint,
+        spec,
+        ops,
+        config.load,
+        progress,
+        plan.max_model_len,
+        not planned.why_torch,
+        *part,
+        weights=planned.weights,
+        fingerprint=fingerprint,
+    )
     if packed is not None:
-        packed.finish()
+        packed.finish(model.fingerprint)
     if not model.exact:
         _LOGGER.warning(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
@@ -668,18 +712,25 @@ def _load_planned(
 
 
 def _packed_loading(
-    config: EngineConfig, planned: _Planned, ops: OpTable, part: tuple[Shard, Stage]
+    config: EngineConfig,
+    planned: _Planned,
+    plan: MemoryPlan,
+    ops: OpTable,
+    part: tuple[Shard, Stage],
 ) -> PackedLoading | None:
     """Matrices from the cache directory; None where they are not kept there."""
     if not planned.spec.native or planned.spec.encoder is not None:
         return None
     from quickstep.engine.packed_weights.loading import PackedLoading
+    from quickstep.model.loader import fingerprint_settings
 
+    checkpoint = planned.checkpoint
+    settings = fingerprint_settings(checkpoint, planned.spec, ops, config.load, plan.max_model_len)
     shard, stage = part
     text = ""
     if config.load.num_ranks > 1:
         text = f"rank {shard.rank} of {shard.size}, stage {stage.number} of {stage.size}"
-    return PackedLoading.open(config.load, planned.checkpoint, planned.dtype, ops, text)
+    return PackedLoading.open(config.load, checkpoint, planned.dtype, ops, text, settings)
 
 
 def _base_biases(model: Model, processes: ModelProcesses | None) -> Mapping[int, Array]:
@@ -954,7 +1005,7 @@ def describe(
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,
-        chat_template=_template(path, tokenizer, inputs) if with_template else None,
+        open_template=partial(_template, path, tokenizer, inputs) if with_template else None,
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,

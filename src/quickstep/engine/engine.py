@@ -37,7 +37,6 @@ from quickstep.engine.adapter_loader import AdapterLoader
 from quickstep.engine.adapters import Adapters, LoadedAdapter
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.records.recording_file import RecordingFile
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.requests import RequestIntake, as_token_ids
 from quickstep.engine.retrieval.card import Retrieval
@@ -67,8 +66,10 @@ if TYPE_CHECKING:
     from quickstep.engine.handover.transfers import EngineTransfers
     from quickstep.engine.kv_files.slot_files import SlotFiles
     from quickstep.engine.kv_files.tier import EngineTier
+    from quickstep.engine.records.recording_file import RecordingFile
     from quickstep.model.sizing import MemoryPlan
     from quickstep.text.chat_template import ChatTemplate, Message
+    from quickstep.text.tool_calls.formats import ReasoningFormat
 
 _LOGGER = logging.getLogger(__name__)
 # One step may fail because of its rows. Several in a row mean that scheduler, runner or device are
@@ -117,10 +118,8 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
-        template = model.chat_template
-        reasoning = None if template is None else template.formats.reasoning
         self._token_forms = TokenFormFinder(
-            model.tokenizer, model.vocab_size, model.max_model_len, reasoning
+            model.tokenizer, model.vocab_size, model.max_model_len, self._reasoning_format
         )
         self._live = LiveRequests(model.tokenizer, step_log, self._end_sequences)
         self._intake = RequestIntake(seeds, self._live)
@@ -171,8 +170,12 @@ class Engine:
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """None if the model has none."""
+        """None if the model has none. Raises ConfigError if it cannot be read."""
         return self._model.chat_template
+
+    def _reasoning_format(self) -> ReasoningFormat | None:
+        template = self.chat_template
+        return None if template is None else template.formats.reasoning
 
     @property
     def default_sampling(self) -> Mapping[str, float]:
@@ -421,6 +424,7 @@ class Engine:
 
         Raises:
             RequestError: The model has no chat template, or it refuses the conversation.
+            ConfigError: The chat template cannot be read.
         """
         if self.chat_template is None:
             raise RequestError(

@@ -13,8 +13,6 @@ that names the nearest known one.
 
 from __future__ import annotations
 
-import asyncio
-import difflib
 import enum
 import sys
 import weakref
@@ -24,6 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
+    TYPE_CHECKING,
     Any,
     NamedTuple,
     NoReturn,
@@ -52,41 +51,26 @@ from quickstep.config import (
 )
 from quickstep.engine.adapters import LoRARequest
 from quickstep.engine.assembly import open_engine
-from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
-from quickstep.engine.engine import Engine
-from quickstep.engine.loop_thread import LoopThread
-from quickstep.engine.outputs import (
-    BeamSearchOutput,
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PromptAnswer,
-    RequestOutput,
-    RerankOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-    beam_search_output,
-    collect,
-    collect_answer,
-    collect_embedding,
-)
 from quickstep.engine.requests import as_token_ids, check_token_ids
-from quickstep.engine.retrieval.pairs import (
-    Pairs,
-    TextLimits,
-    class_probabilities,
-    pair_pooling,
-    pair_prompts,
-    pair_sampling,
-    pair_scores,
-    prompt_of_task,
-)
-from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, RequestError
 from quickstep.option import options_of
-from quickstep.text.chat_template import Message, read_template
-from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Pooling, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
+    from quickstep.engine.engine import Engine
+    from quickstep.engine.outputs import (
+        BeamSearchOutput,
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PromptAnswer,
+        RequestOutput,
+        RerankOutput,
+        ScoringRequestOutput,
+    )
+    from quickstep.engine.stream import Stream
+    from quickstep.text.chat_template import Message
+    from quickstep.text.tokenizer import Tokenizer
 
 # The adapter of all prompts, or of each.
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
@@ -94,7 +78,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound=enum.Enum)
-_Submitted = TypeVar("_Submitted", Stream, BeamSearch)
+_Submitted = TypeVar("_Submitted", "Stream", "BeamSearch")
 
 
 class LLMOptions(TypedDict, total=False):
@@ -232,6 +216,8 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         config = engine_config(model, options)
         with _progress_bar("Loading weights", is_wanted=True) as show:
             self._engine = open_engine(config, show)
+        from quickstep.engine.loop_thread import LoopThread
+
         self._thread = LoopThread("quickstep-llm", self._engine.stop)
         self._thread.start()
         # also at the interpreter's exit, if `close` is never called
@@ -300,6 +286,7 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         Raises:
             RequestError: As `generate`, the model has no chat template, or a last message cannot
                 be continued.
+            ConfigError: The chat template cannot be read.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -340,6 +327,9 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             RequestError: One of the prompts is invalid; then none is served.
             EngineError: The model failed on one.
         """
+        from quickstep.engine.outputs import collect_embedding
+        from quickstep.engine.retrieval.pairs import prompt_of_task
+
         sampling = SamplingParams(max_tokens=1)  # no token is sampled
         retrieval = self._engine.retrieval
         if retrieval.refusal:
@@ -380,6 +370,16 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             RequestError: A text is too long, or the model cannot score.
             EngineError: The model failed on one.
         """
+        from quickstep.engine.outputs import ScoringOutput, ScoringRequestOutput, collect_answer
+        from quickstep.engine.retrieval.pairs import (
+            Pairs,
+            TextLimits,
+            pair_pooling,
+            pair_prompts,
+            pair_sampling,
+            pair_scores,
+        )
+
         pairs = Pairs(_as_texts(queries), _as_texts(documents), "queries", "documents")
         engine = self._engine
         limits = TextLimits(truncate_prompt_tokens)
@@ -419,6 +419,13 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             RequestError: One of the texts is invalid, or the model has no such head.
             EngineError: The model failed on one.
         """
+        from quickstep.engine.outputs import (
+            ClassificationOutput,
+            ClassificationRequestOutput,
+            collect_answer,
+        )
+        from quickstep.engine.retrieval.pairs import class_probabilities
+
         sampling = SamplingParams(max_tokens=1)  # no token is sampled
         submits = [
             partial(
@@ -465,6 +472,8 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             RequestError: As `score`.
             EngineError: The model failed on one.
         """
+        from quickstep.engine.outputs import RerankOutput
+
         outputs = self.score(
             query,
             documents,
@@ -487,6 +496,8 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             RequestError: One of the prompts is invalid.
             EngineError: The model failed on one.
         """
+        from quickstep.engine.outputs import beam_search_output
+
         tokenized = self._tokenized(prompts)
         submits = [partial(self._start_search, prompt.token_ids, params) for prompt in tokenized]
         tokenizer = self._engine.tokenizer
@@ -520,6 +531,8 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         lora_request: LoRARequests,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
+        from quickstep.engine.outputs import collect
+
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         sampling = _as_many(sampling_params, len(prompts))
@@ -564,6 +577,8 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         return ["" if adapter is None else adapter.lora_name for adapter in wanted]
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
+        from quickstep.engine.beam_search import BeamSearch
+
         engine = self._engine
         max_model_len, vocab_size = engine.max_model_len, engine.model.vocab_size
         ids = as_token_ids(token_ids)
@@ -600,6 +615,8 @@ async def _all_answers(
     show: Callable[[int, int], None] | None,
 ) -> list[_T]:
     """Submit all, then wait for all. In any case, no request stays submitted."""
+    import asyncio
+
     submitted: list[_Submitted] = []
     num_done = 0
 
@@ -722,6 +739,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         elif name == "chat_template_content_format":
             value = _named(name, value, ContentFormat)
         elif name == "chat_template":
+            from quickstep.text.chat_template import read_template
+
             value = read_template(value)
         elif name == "speculative_config":
             value = SpeculationConfig.of_fields(value, name)
@@ -768,6 +787,8 @@ def _named(name: str, value: object, kind: type[_Kind]) -> _Kind:
 def _unknown(name: str) -> str:
     if name == "trust_remote_code":
         return "trust_remote_code does not exist here: a checkpoint's own code is never run"
+    import difflib
+
     nearest = difflib.get_close_matches(name, option_places(), n=1, cutoff=0.0)[0]
     return f"LLM has no option {name!r}; the nearest is {nearest!r}"
 

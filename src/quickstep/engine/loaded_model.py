@@ -5,7 +5,8 @@ Made by `open_engine`, read by the engine and its callers; the executor owns the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from quickstep.text.tokenizer import Tokenizer
 
 
-class LoadedModel(msgspec.Struct, frozen=True):
+class LoadedModel(msgspec.Struct, frozen=True, dict=True):
     """A model ready to serve.
 
     Attributes:
@@ -29,6 +30,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
         fingerprint: Weights, dtype and kernel set.
         max_model_len: The longest sequence in tokens that fits into memory.
         vocab_size: Width of the logits; token ids in requests are below it.
+        open_template: Opens the chat template, which not every process needs; None where the model
+            has none.
         default_sampling: The checkpoint's own sampling values, by SamplingParams' names.
         load_s: Seconds from opening to ready.
         memory_plan: The use of the memory; None if it was not planned.
@@ -42,10 +45,15 @@ class LoadedModel(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None = None
+    open_template: Callable[[], ChatTemplate | None] | None = None
     default_sampling: Mapping[str, float] = MappingProxyType({})
     load_s: float = 0.0
     memory_plan: MemoryPlan | None = None
     path: Path | None = None
     grammars: GrammarCompiler | None = None
     retrieval: Retrieval = Retrieval()
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """Opened when it is first read. Raises ConfigError if it cannot be."""
+        return None if self.open_template is None else self.open_template()

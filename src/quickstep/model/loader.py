@@ -127,20 +127,45 @@ def load_model(
     on_host: bool = False,
     shard: Shard = _COMPLETE,
     stage: Stage = _ONE_STAGE,
+    *,
+    weights: CheckpointWeights | None = None,
+    fingerprint: str | None = None,
 ) -> Model:
     """Load the weights of a checkpoint for an op table.
 
     `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
     position tables (and chooses longrope's factors); None is the limit of the spec.
     `on_host`: tensors without torch, if `reason_for_torch` is None. `shard`: which part of every
-    matrix; `ops` then has the ranks that have the others. `stage`: which layers.
+    matrix; `ops` then has the ranks that have the others. `stage`: which layers. `weights`: of the
+    spec, if they have been opened. `fingerprint`: that of the model, if it is known
+    (`fingerprint_settings`).
 
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
     """
     with reading_checkpoint(checkpoint.path):
-        part = shard, stage
-        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host, *part)
+        settings = fingerprint_settings(checkpoint, spec, ops, load, max_model_len)
+        config, files = read_config(checkpoint.path), open_checkpoint_files(checkpoint.path)
+        computing = Fingerprinting(config, files, settings, fingerprint)
+        place = max_model_len, on_host, shard, stage
+        return _load_model(checkpoint, spec, ops, load, progress, *place, weights, computing)
+
+
+def fingerprint_settings(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    ops: OpTable,
+    load: LoadConfig,
+    max_model_len: int | None = None,
+) -> tuple[str, ...]:
+    """What a model's fingerprint depends on besides the checkpoint. Raises ConfigError."""
+    dtype = choose_dtype(load.dtype, spec, open_checkpoint_files(checkpoint.path))
+    max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
+    longer = any(rope.needs_long_factors(max_model_len) for rope in spec.ropes)
+    positions = "long factors" if longer else ""
+    if spec.long_context is not None:
+        positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
+    return str(dtype), ops.name, positions, load.quantization or ""
 
 
 def _load_model(
@@ -153,17 +178,13 @@ def _load_model(
     on_host: bool,
     shard: Shard,
     stage: Stage,
+    weights: CheckpointWeights | None,
+    fingerprint: Fingerprinting,
 ) -> Model:
     device = choose_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     files = open_checkpoint_files(checkpoint.path)
     dtype = choose_dtype(load.dtype, spec, files)
-    longer = any(rope.needs_long_factors(max_model_len) for rope in spec.ropes)
-    positions = "long factors" if longer else ""
-    if spec.long_context is not None:
-        positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
-    settings = (str(dtype), ops.name, positions, load.quantization or "")
-    fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if spec.encoder is not None:
         # Imported here: decoders do not need it.
         from quickstep.model.encoders.encoder import load_encoder
@@ -194,8 +215,7 @@ def _load_model(
             f"{spec.architecture} has attention over latents, which the kernels {ops.name!r} do "
             "not compute; choose --device cpu, or --kernels reference, which is slow"
         )
-    weights = open_weights(checkpoint.path, spec)
-    spec = weights.spec
+    weights = weights or open_weights(checkpoint.path, spec)
     spec = _without_chunks(weights.spec, max_model_len, ops)
     check_requantization(weights, load.quantization)
 
@@ -322,7 +342,7 @@ def _open_source(
     progress: Progress | None,
 ) -> TensorSource:
     """The tensors of the files, which the weights were checked against."""
-    total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored())
+    total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored)
     reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
     if weights.experts is not None:
         # Imported here: few checkpoints need it.

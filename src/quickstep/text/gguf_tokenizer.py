@@ -11,6 +11,7 @@ split is refused by name, because it would split text differently from its train
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Library
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
+from quickstep.model.checkpoint.gguf_file import open_gguf
 from quickstep.ops.native.pieces import NativePieces
 from quickstep.text.gguf_splits import SPLITS
 from quickstep.text.sentence_pieces import SentencePieces
@@ -64,7 +65,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
 def _native_tokenizer(path: Path) -> GgufTokenizer | None:
     """A vocabulary of SentencePiece, tokenized by native code; None where that does not read it."""
     file = open_gguf(path)
-    values, listed = _values(file), file.text_lists.get(f"{_PREFIX}tokens")
+    values, listed = _values(file.metadata), file.text_lists.get(f"{_PREFIX}tokens")
     scores, kinds = values.get("scores"), values.get("token_type")
     if values.get("model") != "llama" or listed is None:
         return None
@@ -93,7 +94,9 @@ def _native_tokenizer(path: Path) -> GgufTokenizer | None:
 
 def build_gguf_tokenizer(path: Path) -> GgufTokenizer:
     """The tokenizer of a GGUF file in the `tokenizers` library. Raises ConfigError."""
-    values = _values(open_gguf(path, with_texts=True))
+    file = open_gguf(path)
+    lists = {key: file.texts(key) for key in file.text_lists if key.startswith(_PREFIX)}
+    values = _values({**file.metadata, **lists})
     tokens, kind = values.get("tokens"), values.get("model")
     if not _are_texts(tokens):
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
@@ -133,16 +136,16 @@ def gguf_templates(path: Path) -> dict[str, str]:
     return found
 
 
-def _values(file: GgufFile) -> dict[str, object]:
+def _values(metadata: Mapping[str, object]) -> dict[str, object]:
     return {
         key.removeprefix(_PREFIX): value
-        for key, value in file.metadata.items()
+        for key, value in metadata.items()
         if key.startswith(_PREFIX)
     }
 
 
-def _are_numbers(value: object, count: int) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(value, tuple) and len(value) == count
+def _are_numbers(value: object, count: int) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (tuple, array)) and len(value) == count
 
 
 def _are_texts(value: object) -> TypeGuard[tuple[str, ...]]:
@@ -242,7 +245,7 @@ def _unigram(
     pairs = list(zip(tokens, scores, strict=True))
     library = Library(models.Unigram(pairs, unknown, byte_fallback=_BYTE in kinds))
     charsmap = values.get("precompiled_charsmap")
-    if isinstance(charsmap, tuple) and charsmap:
+    if isinstance(charsmap, (tuple, array)) and charsmap:
         content = bytes(octet % 256 for octet in charsmap)
         library.normalizer = normalizers.Precompiled(content)
     scheme = "always" if values.get("add_space_prefix", True) else "never"
@@ -266,7 +269,7 @@ _BUILDERS: Mapping[str, _Build] = MappingProxyType(
 
 def _scores(path: Path, values: Mapping[str, object], tokens: Sequence[str]) -> Sequence[float]:
     scores = values.get("scores")
-    if not isinstance(scores, tuple) or len(scores) != len(tokens):
+    if not _are_numbers(scores, len(tokens)):
         raise ConfigError(f"{path} holds no scores of its tokenizer (tokenizer.ggml.scores)")
     return scores
 
@@ -307,7 +310,7 @@ def _rank_of_equals(pair: tuple[str, str], vocabulary: Mapping[str, int]) -> tup
 
 def _kinds(values: Mapping[str, object], count: int) -> Sequence[int]:
     kinds = values.get("token_type")
-    return kinds if isinstance(kinds, tuple) and len(kinds) == count else (1,) * count
+    return kinds if _are_numbers(kinds, count) else (1,) * count
 
 
 def _frame(
@@ -334,8 +337,17 @@ def _frame(
 
 
 def _ids_of(kinds: Sequence[int], wanted: int) -> list[int]:
-    """The tokens of a kind; a vocabulary has hundreds of thousands of others."""
-    return list(itertools.compress(itertools.count(), map(wanted.__eq__, kinds)))
+    """The tokens of a kind; a vocabulary has hundreds of thousands of others, so they are found as
+    bytes.
+    """
+    content, pattern = array("i", kinds).tobytes(), array("i", [wanted]).tobytes()
+    found, at = [], content.find(pattern)
+    while at >= 0:
+        token_id, rest = divmod(at, len(pattern))
+        if rest == 0:
+            found.append(token_id)
+        at = content.find(pattern, at + 1)
+    return found
 
 
 def _framed(

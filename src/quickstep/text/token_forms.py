@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,15 +22,11 @@ from quickstep.errors import RequestError
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.text.output_text import prompt_end
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.text.tool_calls.formats import (
-    ReasoningFormat,
-    check_budget_message,
-    check_reasoning_tags,
-)
 from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:
     from quickstep.text.token_texts import Ids, TokenTexts
+    from quickstep.text.tool_calls.formats import ReasoningFormat
 
 Spelling = tuple[int, ...]
 
@@ -40,7 +36,8 @@ _MAX_CACHED = 64  # texts of breakers, and pairs of tags
 class TokenFormFinder:
     """Finds tokens for the requests of one model.
 
-    `vocab_size` is the width of the logits, `reasoning` the format of the chat template.
+    `vocab_size` is the width of the logits. `reasoning` gives the format of the chat template; it
+    is called for requests that need it.
     """
 
     def __init__(
@@ -48,12 +45,12 @@ class TokenFormFinder:
         tokenizer: Tokenizer,
         vocab_size: int,
         max_model_len: int,
-        reasoning: ReasoningFormat | None,
+        reasoning: Callable[[], ReasoningFormat | None],
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._reasoning = reasoning
+        self._read_reasoning = reasoning
         self._breakers: OrderedDict[str, Ids] = OrderedDict()
         self._tags: OrderedDict[tuple[str, str], ReasoningTokens] = OrderedDict()
         self._lock = threading.Lock()  # of both
@@ -153,6 +150,8 @@ class TokenFormFinder:
     ) -> ReasoningTokens | None:
         if not _follows_reasoning(sampling):
             return None
+        from quickstep.text.tool_calls.formats import check_reasoning_tags
+
         tags = check_reasoning_tags(self._tags_of(sampling), "the model")
         found = self._tag_tokens(tags)
         end = prompt_end(self._tokenizer.decode, prompt)
@@ -167,6 +166,8 @@ class TokenFormFinder:
         message = sampling.reasoning_budget_message
         if not message:
             return ()
+        from quickstep.text.tool_calls.formats import check_budget_message
+
         check_budget_message(message, closing)
         return self._encode("reasoning_budget_message", message)
 
@@ -174,9 +175,14 @@ class TokenFormFinder:
         """The tags around the request's reasoning; None if it needs none."""
         if not _follows_reasoning(sampling):
             return None
-        if sampling.reasoning_tags is None and self._reasoning is not None:
-            return self._reasoning.opening, self._reasoning.closing
-        return sampling.reasoning_tags
+        if sampling.reasoning_tags is not None:
+            return sampling.reasoning_tags
+        found = self._reasoning
+        return None if found is None else (found.opening, found.closing)
+
+    @cached_property
+    def _reasoning(self) -> ReasoningFormat | None:
+        return self._read_reasoning()
 
     def _tag_tokens(self, tags: tuple[str, str]) -> ReasoningTokens:
         """The tags as tokens, from the cache or a search of the vocabulary."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -246,6 +247,32 @@ def test_opening_leaves_garbage_collection_as_it_was(llm, tmp_path, collects):
         assert gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("num_frozen", [0, 1])
+def test_what_loading_made_waits_for_a_complete_collection(checkpoint, num_frozen):
+    """Objects that a caller has frozen stay frozen."""
+    gc.unfreeze()
+    if num_frozen:
+        gc.freeze()
+    try:
+        with LLM(checkpoint):
+            assert num_frozen or len(gc.get_objects(generation=0)) < 5_000
+            assert bool(gc.get_freeze_count()) == bool(num_frozen)
+            assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_a_template_that_cannot_be_read_is_refused_by_chat(checkpoint, tmp_path):
+    """Other prompts need none."""
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (broken / "chat_template.jinja").write_text("{% if")
+    with LLM(str(broken)) as llm:
+        assert llm.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)
+        with pytest.raises(ConfigError, match="the chat template cannot be read at line 1"):
+            llm.chat([{"role": "user", "content": "ab"}], use_tqdm=False)
 
 
 def test_a_closed_llm_says_so(checkpoint):

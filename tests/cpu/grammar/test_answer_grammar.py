@@ -66,7 +66,7 @@ def wished_text(compiler, tokenizer, grammar, wish, seed=1, inside=False, with_r
         reasoning_tags=(THINK.opening, THINK.closing) if with_reasoning else None,
         inside_reasoning=inside,
     )
-    params = TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, None).find(params, (1,))
+    params = TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, lambda: None).find(params, (1,))
     state = state_for(compiler, tokenizer, params, vocab_size=VOCAB_SIZE)
     (end,) = tokenizer.eos_token_ids
     ids = [tokenizer.encode(char, add_special_tokens=False) for char in wish]  # none is special

@@ -56,7 +56,7 @@ def params_for(tokenizer, max_tokens, is_open, grammar=GRAMMAR, **fields):
         max_tokens=max_tokens,
         **{"temperature": 0.0, **fields},
     )
-    return TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, None).find(sampling, PROMPT)
+    return TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, lambda: None).find(sampling, PROMPT)
 
 
 def continued(compiler, tokenizer, params, row_at, outputs=(), state=None):
@@ -213,7 +213,7 @@ def test_an_interrupted_output_continues_as_if_it_had_not_been(
 
 def test_a_grammar_without_reasoning_begins_with_the_output(compiler, tokenizer):
     sampling = SamplingParams(grammar=GRAMMAR, max_tokens=100, temperature=0.0)
-    params = TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, None).find(sampling, PROMPT)
+    params = TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, lambda: None).find(sampling, PROMPT)
     tokens = continued(compiler, tokenizer, params, wisher(tokenizer, "<think>hm</think>"))
     assert text_of(tokenizer, tokens).startswith("{")
 

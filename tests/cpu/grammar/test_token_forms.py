@@ -24,7 +24,7 @@ from quickstep.types import Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
 TOKENIZER = Tokenizer.open(DEMO)
-FINDER = TokenFormFinder(TOKENIZER, 4096, 512, REASONING_FORMATS["think"])
+FINDER = TokenFormFinder(TOKENIZER, 4096, 512, lambda: REASONING_FORMATS["think"])
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
@@ -71,7 +71,7 @@ def test_the_vocabulary_is_looked_through_once_and_in_a_thread(params, monkeypat
             return method(self, *args)
 
         monkeypatch.setattr(TokenTexts, name, noted)
-    finder = TokenFormFinder(TOKENIZER, 4096, 512, REASONING_FORMATS["think"])
+    finder = TokenFormFinder(TOKENIZER, 4096, 512, lambda: REASONING_FORMATS["think"])
     sampling = SamplingParams(**params)
     assert not finder.knows(sampling)
     asyncio.run(finder.prepare(sampling))
@@ -132,7 +132,7 @@ def test_a_message_at_the_end_of_the_budget_has_tokens_and_no_tag():
 
 
 def test_a_budget_needs_reasoning():
-    finder = TokenFormFinder(TOKENIZER, 4096, 512, None)
+    finder = TokenFormFinder(TOKENIZER, 4096, 512, lambda: None)
     with pytest.raises(RequestError, match="thinking_budget is not supported"):
         finder.find(SamplingParams(thinking_budget=3), (1,))
     tags = SamplingParams(thinking_budget=3, reasoning_tags=("<a>", "</a>"))

@@ -28,9 +28,10 @@ NAMES = sorted(tiny_checkpoint._weights(0))
 
 
 def load(path: Path) -> None:
-    """What `open_engine` reads of a checkpoint."""
+    """What `open_engine` and the engine read of a checkpoint."""
     options = LoadConfig(model=str(path), device="cpu", num_threads=1)
-    describe(load_weights(EngineConfig(load=options), None), 0.0)
+    loaded = describe(load_weights(EngineConfig(load=options), None), 0.0)
+    assert loaded.chat_template is None or loaded.chat_template.source
 
 
 def refusal(path: Path) -> str:

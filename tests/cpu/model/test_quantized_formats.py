@@ -92,7 +92,7 @@ def test_every_tensor_of_the_files_is_accounted_for(tmp_path: Path) -> None:
         path = tmp_path / case
         write_quantized(path, quantization, writer)
         weights = open_weights(path, read_spec(path))
-        stored = set(weights.stored())
+        stored = set(weights.stored)
         left = {name for name in weights.files.tensors if name not in stored}
         assert all(name.endswith((".bias", ".input_scale", "_global_scale")) for name in left)
 

@@ -1,6 +1,7 @@
 """What importing must not cost: no torch below the runtime, no seconds at `import quickstep`."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -83,6 +84,60 @@ def test_the_worker_reads_weights_without_what_the_engine_around_them_imports() 
     assert imported_by(WORKER, *names, "quickstep.engine.engine") == []
 
 
+RARELY_NEEDED = (
+    "torch",
+    "jinja2",
+    "difflib",
+    "quickstep.text.chat_template",
+    "quickstep.text.grammar.json_schema",
+    "quickstep.text.tool_calls",
+)
+
+
 def test_the_engine_around_the_weights_needs_no_chat_template() -> None:
-    code = "import quickstep.engine.remote.service, quickstep.engine.engine"
-    assert imported_by(code, "torch", "jinja2", "quickstep.text.chat_template") == []
+    code = """
+from quickstep.engine.assembly import import_engine, import_loading
+import_loading()
+import_engine()
+import quickstep.engine.remote.service
+"""
+    assert imported_by(code, *RARELY_NEEDED) == []
+
+
+def test_the_library_reads_weights_before_it_imports_the_engine() -> None:
+    """`import_engine` runs in a thread meanwhile, and templates are for conversations."""
+    names = ["numpy", "asyncio", "tokenizers", "quickstep.engine.engine", *RARELY_NEEDED]
+    assert imported_by("from quickstep import LLM, SamplingParams", *names) == []
+
+
+def test_the_first_token_of_the_library_needs_no_chat_template() -> None:
+    code = """
+from quickstep import LLM, SamplingParams
+with LLM("demo", max_model_len=64) as llm:
+    llm.generate("def", SamplingParams(max_tokens=1), use_tqdm=False)
+"""
+    assert imported_by(code, *RARELY_NEEDED) == []
+
+
+IMPORT_OF_NUMPY = """
+import json, os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            found.append(os.environ.get("OPENBLAS_THREAD_TIMEOUT"))
+found = []
+sys.meta_path.insert(0, Finder())
+from quickstep.engine.assembly import import_loading
+import_loading()
+found.append(os.environ.get("OPENBLAS_THREAD_TIMEOUT"))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("own", [None, "20"])
+def test_threads_of_openblas_do_not_spin_while_weights_are_read(own: str | None) -> None:
+    """Unless the environment says how long; it is as before when NumPy is imported."""
+    environment = {**os.environ, **({} if own is None else {"OPENBLAS_THREAD_TIMEOUT": own})}
+    command = [sys.executable, "-c", IMPORT_OF_NUMPY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [own or "4", own]

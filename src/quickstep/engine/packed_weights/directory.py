@@ -48,15 +48,19 @@ class PackedHeader(msgspec.Struct, frozen=True, array_like=True):
         model: Its name, and how it is held; for people.
         weights: In the order in which they are loaded.
         num_bytes: Of the content.
+        fingerprint: The model's, which takes longer to compute than to read.
+        settings: Those of the fingerprint (`model.loader.fingerprint_settings`).
     """
 
     identity: str
     model: str
     weights: tuple[PackedEntry, ...]
     num_bytes: int
+    fingerprint: str
+    settings: tuple[str, ...]
 
 
-FORMAT = HeadedFormat(b"QSPACKD1", "packed weights", PackedHeader, PAGE_BYTES)
+FORMAT = HeadedFormat(b"QSPACKD2", "packed weights", PackedHeader, PAGE_BYTES)
 
 
 class PackedFileInfo(msgspec.Struct, frozen=True):

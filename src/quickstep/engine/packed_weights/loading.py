@@ -48,6 +48,8 @@ _LOGGER = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[2]
 # Smaller models are not kept: to map them saves nothing.
 _LEAST_BYTES = 64 << 20
+# At most so many bytes are packed for one of a file: IQ1 is held in 8 bits.
+_MOST_GROWTH = 6
 _LAST_PRIORITY = 19
 # The code between files and packed weights.
 _CODE = ("model", "ops")
@@ -59,6 +61,7 @@ class PackedLoading:
     Args:
         identity: `identity_of`.
         model: Its name, and how it is held; for people.
+        settings: `model.loader.fingerprint_settings`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PackedLoading:
         load: LoadLinearOp,
         identity: str,
         model: str,
+        settings: tuple[str, ...],
     ) -> None:
         assert files.page_bytes == PAGE_BYTES
         self._directory = directory
@@ -75,6 +79,7 @@ class PackedLoading:
         self._load = load
         self._identity = identity
         self._model = model
+        self._settings = settings
         self._file = _OpenFile.open(directory, identity)
         self._loaded: list[tuple[LinearWeight, float | None]] = []
         self._num_mapped = 0
@@ -87,6 +92,7 @@ class PackedLoading:
         dtype: DType,
         ops: OpTable,
         part: str,
+        fingerprint_settings: tuple[str, ...],
     ) -> PackedLoading | None:
         """For what a process has of a model; None where nothing is kept."""
         root = cache_dir()
@@ -95,8 +101,10 @@ class PackedLoading:
         if ops.packed_files is None or ops.load_linear is None:
             return None
         try:
-            directory = PackedDirectory.open(root, load.packed_cache_bytes)
             files = open_checkpoint_files(checkpoint.path)
+            if _MOST_GROWTH * files.num_bytes < _LEAST_BYTES:
+                return None
+            directory = PackedDirectory.open(root, load.packed_cache_bytes)
             rounding = load.quantization or ""
             settings = str(dtype), rounding, ops.packed_files.layout, part
             identity = identity_of(read_config(checkpoint.path), files, settings)
@@ -104,7 +112,15 @@ class PackedLoading:
             _LOGGER.warning("packed weights are not kept for later starts: %s", error)
             return None
         held = " ".join(filter(None, (checkpoint.name, rounding, part)))
-        return PackedLoading(directory, ops.packed_files, ops.load_linear, identity, held)
+        how = ops.packed_files, ops.load_linear, identity, held, fingerprint_settings
+        return PackedLoading(directory, *how)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The model's, if an earlier start computed it from the same files with these settings."""
+        if self._file is None or self._file.header.settings != self._settings:
+            return None
+        return self._file.header.fingerprint
 
     def load_linear(self, matrix: StoredMatrix, bias: AnyTensor | None) -> LinearWeight:
         """`OpTable.load_linear`."""
@@ -119,8 +135,10 @@ class PackedLoading:
         self._loaded.append((weight, errors[0] if errors else None))
         return weight
 
-    def finish(self) -> None:
-        """All matrices are loaded: write them in a thread, unless they came from the file."""
+    def finish(self, fingerprint: str) -> None:
+        """All matrices of the model with this fingerprint are loaded: write them in a thread,
+        unless they came from the file.
+        """
         self._is_finished = True
         loaded, self._loaded = self._loaded, []
         if self._file is not None:
@@ -133,7 +151,9 @@ class PackedLoading:
                 return
         if sum(weight.nbytes for weight, _ in loaded) < _LEAST_BYTES:
             return
-        header = self._header(loaded)  # with checksums, while the kernels' threads are idle
+        header = self._header(
+            loaded, fingerprint
+        )  # with checksums, while the kernels' threads are idle
         weights = [weight for weight, _ in loaded]
         writing = partial(self._write, header, weights)
         threading.Thread(target=writing, name="packed-weights", daemon=True).start()
@@ -152,13 +172,16 @@ class PackedLoading:
             matrix.rounding.report_error(entry.error)
         return weight
 
-    def _header(self, loaded: Sequence[tuple[LinearWeight, float | None]]) -> PackedHeader:
+    def _header(
+        self, loaded: Sequence[tuple[LinearWeight, float | None]], fingerprint: str
+    ) -> PackedHeader:
         entries, offset = [], 0
         for weight, error in loaded:
             form = self._files.form(weight)
             entries.append(PackedEntry(form, offset, error))
             offset += sum(map(_page_rounded, form.part_bytes))
-        return PackedHeader(self._identity, self._model, tuple(entries), offset)
+        named = self._identity, self._model
+        return PackedHeader(*named, tuple(entries), offset, fingerprint, self._settings)
 
     def _write(self, header: PackedHeader, weights: Sequence[LinearWeight]) -> None:
         with suppress(OSError):  # requests come first, where each thread has a priority (Linux)
@@ -187,6 +210,7 @@ class _OpenFile:
 
     def __init__(self, path: Path, descriptor: int, header: PackedHeader, start: int) -> None:
         self.path = path
+        self.header = header
         self.num_weights = len(header.weights)
         self._descriptor = descriptor
         self._entries = iter(header.weights)

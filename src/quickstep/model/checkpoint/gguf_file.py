@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +75,8 @@ _MAX_NAME_BYTES = 256  # of a tensor; ggml's own limit is 64
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _SPLIT_TENSORS = "split.tensors.count"
 _MANY = 1000  # texts: fewer are not worth a call
+_ARRAY_CODES = frozenset("BbHhIifQqd")  # of numbers that `array` has with the sizes of files
+_OF_VOCABULARY = "tokenizer."
 _SETTLED_NS = 2_000_000_000
 
 
@@ -84,9 +88,11 @@ class TextList(msgspec.Struct, frozen=True):
     end: int
 
 
-class GgufFile(msgspec.Struct, frozen=True):
-    """One file's metadata and tensors by their own names. Lists of text are in `metadata` with
-    `with_texts`, else in `text_lists`, unread.
+class GgufFile(msgspec.Struct, frozen=True, eq=False):
+    """One file's metadata and tensors by their own names, and where its lists of text are. A long
+    list of numbers of a vocabulary is an `array`, other ones are tuples. Equal to itself only:
+    `open_gguf` returns the same one again while the file is the same, so what is computed from it
+    can be cached.
     """
 
     path: Path
@@ -95,10 +101,24 @@ class GgufFile(msgspec.Struct, frozen=True):
     header: bytes
     text_lists: Mapping[str, TextList] = MappingProxyType({})
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of text, such as the vocabulary, with replacements of what is no UTF-8."""
+        listed = self.text_lists[key]
+        content = self.header[listed.start : listed.end]
+        if listed.count >= _MANY:
+            texts = read_texts(content, listed.count)
+            if texts is not None:
+                return texts
+        found, end, length = [], 0, struct.Struct("<Q").unpack_from
+        for _ in range(listed.count):
+            start = end + 8
+            end = start + length(content, end)[0]
+            found.append(content[start:end].decode("utf-8", "replace"))
+        return tuple(found)
 
-def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
-    """Read a file's header, or those of all its parts, of which `path` may be any; `with_texts`
-    reads lists of text as well (the vocabulary).
+
+def open_gguf(path: Path) -> GgufFile:
+    """Read a file's header, or those of all its parts, of which `path` may be any.
 
     Raises:
         ConfigError: Not such a file, of another version, without one of its parts, truncated or
@@ -109,19 +129,24 @@ def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
     if missing and len(parts) > 1:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{path} is one of {len(parts)} parts, and {missing[0]}{more} is missing")
-    first = _read_header(parts[0], with_texts=True) if with_texts else _header_of(parts[0])
+    return _known_file(path, tuple(map(_header_of, parts)))
+
+
+@lru_cache(maxsize=8)
+def _known_file(path: Path, parts: tuple[GgufFile, ...]) -> GgufFile:
+    first = parts[0]
     count = first.metadata.get(_SPLIT_COUNT, 0)
     if not isinstance(count, int):
-        raise ConfigError(f"{parts[0]} sets {_SPLIT_COUNT!r} to {count!r:.80}, not to an integer")
+        raise ConfigError(f"{first.path} sets {_SPLIT_COUNT!r} to {count!r:.80}, not to an integer")
     if count not in (0, 1, len(parts)):
         raise ConfigError(
             f"{path} is one of {count} parts, which must be next to each other and be called "
             f"NAME-00001-of-{count:05}.gguf and so on; or merge them (llama-gguf-split --merge)"
         )
-    return _joined([first, *map(_header_of, parts[1:])])
+    return _joined(parts)
 
 
-def _joined(parts: list[GgufFile]) -> GgufFile:
+def _joined(parts: Sequence[GgufFile]) -> GgufFile:
     """The first part has the metadata; each has the tensors that it names."""
     first = parts[0]
     tensors = dict(first.tensors)
@@ -149,28 +174,28 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
 
 
 def _header_of(path: Path) -> GgufFile:
-    """A header without texts, which a start needs about ten times: read once, unless the file has
-    just changed, and could change again within one tick of the file system's clock.
+    """A header, which a start needs about ten times: read once, unless the file has just changed,
+    and could change again within one tick of the file system's clock.
     """
     try:
         found = path.stat()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if time.time_ns() - found.st_mtime_ns < _SETTLED_NS:
-        return _read_header(path, with_texts=False)
+        return _read_header(path)
     return _known_header(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 @lru_cache(maxsize=64)  # parts; only the first one has a vocabulary
 def _known_header(path: Path, place_and_time: tuple[int, ...]) -> GgufFile:
     del place_and_time  # a part of the key: a file that is replaced is read again
-    return _read_header(path, with_texts=False)
+    return _read_header(path)
 
 
-def _read_header(path: Path, with_texts: bool) -> GgufFile:
+def _read_header(path: Path) -> GgufFile:
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as m:
-            return _Header(path, m, with_texts).read()
+            return _Header(path, m).read()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except (struct.error, OverflowError):
@@ -184,10 +209,9 @@ def _read_header(path: Path, with_texts: bool) -> GgufFile:
 class _Header:
     """Walks a header once, front to back."""
 
-    def __init__(self, path: Path, content: mmap.mmap, with_texts: bool) -> None:
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
         self._content = content
-        self._with_texts = with_texts
         self._at = 0
 
     def read(self) -> GgufFile:
@@ -204,7 +228,7 @@ class _Header:
         text_lists: dict[str, TextList] = {}
         for _ in range(num_pairs):
             key = self._text()
-            value = self._value(self._int("I"))
+            value = self._value(self._int("I"), key.startswith(_OF_VOCABULARY))
             if key in metadata or key in text_lists:
                 raise ValueError(f"it has the metadata {key!r:.80} twice")
             if isinstance(value, TextList):
@@ -246,7 +270,20 @@ class _Header:
             raise ValueError(f"it has {len(self._content)} bytes, a text ends at {self._at}")
         return self._content[start : self._at].decode("utf-8", "replace")
 
-    def _value(self, kind: int) -> object:
+    def _array(self, code: str, count: int) -> array[int] | array[float]:
+        """The next `count` numbers, without an object for each."""
+        numbers = array(code)
+        size = count * numbers.itemsize
+        content = self._content[self._at : self._at + size]
+        if len(content) < size:
+            raise ValueError(f"it ends within a list of {count} numbers")
+        numbers.frombytes(content)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        self._at += size
+        return numbers
+
+    def _value(self, kind: int, of_vocabulary: bool) -> object:
         if kind in _SCALARS:
             (value,) = self._numbers(_SCALARS[kind], 1)
             return value
@@ -256,31 +293,13 @@ class _Header:
             raise ValueError(f"metadata of the unknown type {kind}")
         inner, count = self._int("I"), self._int("Q")
         if inner in _SCALARS:
-            return self._numbers(_SCALARS[inner], count)
+            code = _SCALARS[inner]
+            if of_vocabulary and count >= _MANY and code in _ARRAY_CODES:
+                return self._array(code, count)
+            return self._numbers(code, count)
         if inner != _STRING:
             raise ValueError(f"metadata holds a list of the unsupported type {inner}")
-        if self._with_texts:
-            return self._texts(count)
         return self._skip(count)
-
-    def _texts(self, count: int) -> tuple[str, ...]:
-        """`count` texts, as `_text` reads one."""
-        if count >= _MANY:
-            listed = self._skip(count)
-            texts = read_texts(self._content[listed.start : listed.end], count)
-            if texts is not None:
-                return texts
-            self._at = listed.start
-        at, content, length = self._at, self._content, struct.Struct("<Q").unpack_from
-        found = []
-        for _ in range(count):
-            start = at + 8
-            at = start + length(content, at)[0]
-            found.append(content[start:at].decode("utf-8", "replace"))
-        if at > len(content):
-            raise ValueError(f"it has {len(content)} bytes, a text ends at {at}")
-        self._at = at
-        return tuple(found)
 
     def _skip(self, count: int) -> TextList:
         """Past `count` texts; a vocabulary has hundreds of thousands."""
@@ -288,6 +307,8 @@ class _Header:
         num_left, at = skip_texts(content, self._at, count) if count >= _MANY else (count, self._at)
         for _ in range(num_left):
             at += 8 + length(content, at)[0]
+        if at > len(content):
+            raise ValueError(f"it has {len(content)} bytes, a text ends at {at}")
         skipped = TextList(count, self._at, at)
         self._at = at
         return skipped

@@ -7,12 +7,12 @@ the architecture. A key of the model's own section that is not understood is ref
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from ctypes import c_float
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType
@@ -77,14 +77,18 @@ _GATE_ABOVE_UP = ".gate_up_proj."  # of all experts, in one tensor
 
 def gguf_config(path: Path) -> dict[str, object]:
     """The config of a GGUF file. Raises ConfigError."""
-    file = open_gguf(path)
+    return dict(_config_of(open_gguf(path)))
+
+
+@lru_cache(maxsize=8)  # a start needs it several times
+def _config_of(file: GgufFile) -> Mapping[str, object]:
     name, dialect = _dialect(file)
     section = {
         key.removeprefix(f"{name}."): value
         for key, value in file.metadata.items()
         if key.startswith(f"{name}.")
     }
-    fields = ConfigFields(section, {}, f"{path.name}'s metadata of {name}")
+    fields = ConfigFields(section, {}, f"{file.path.name}'s metadata of {name}")
     if dialect.encoder:
         return _encoder_config(file, fields, name, dialect)
     config = _sizes(file, fields, dialect)
@@ -163,7 +167,11 @@ def gguf_tensor_files(path: Path) -> TensorFiles:
 
     Files hold a projection of all experts as one tensor [E, N, C], whose experts follow each other.
     """
-    file = open_gguf(path)
+    return _tensor_files_of(open_gguf(path))
+
+
+@lru_cache(maxsize=8)  # a start needs them several times
+def _tensor_files_of(file: GgufFile) -> TensorFiles:
     dialect = _dialect(file)[1]
     tensors: dict[str, StoredTensor] = {}
     for stored in file.tensors.values():
@@ -221,7 +229,9 @@ def _dialect(file: GgufFile) -> tuple[str, Dialect]:
             "own file"
         )
     if name not in DIALECTS:
-        near = difflib.get_close_matches(name, DIALECTS, 1)
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, DIALECTS, 1)
         hint = f", the nearest is {near[0]}" if near else ""
         raise ConfigError(
             f"{file.path.name} holds a model of architecture {name!r}; GGUF files are read for "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ class DecoderNames(msgspec.Struct, frozen=True):
         return f"{self.prefix}embed_tokens.weight"
 
 
-class CheckpointWeights(msgspec.Struct, frozen=True):
+class CheckpointWeights(msgspec.Struct, frozen=True, dict=True):
     """What a native checkpoint holds.
 
     Attributes:
@@ -106,6 +107,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     shapes: Shapes
     experts: FusedExperts | None = None
 
+    @cached_property
     def stored(self) -> Shapes:
         """The tensors that the files must hold for `shapes`. Raises ConfigError."""
         found: Shapes = {}
@@ -213,7 +215,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         """The tensors that the files must hold for `shapes`. Raises ConfigError, a sentence that
         begins with `what`, where they do not.
         """
-        expected, tensors = self.stored(), self.files.tensors
+        expected, tensors = self.stored, self.files.tensors
         missing = [name for name in expected if name not in tensors]
         if missing:
             hint = self._why_missing(missing)
@@ -236,7 +238,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
 
     def unused(self) -> tuple[str, ...]:
         """Heads, layers and fixed scales in the files that no token depends on: not read."""
-        expected = self.stored()
+        expected = self.stored
         others = (name for name in self.files.tensors if name not in expected)
         return tuple(name for name in others if self._is_beside(name) or _FIXED.fullmatch(name))
 
@@ -261,7 +263,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
 
     def other_parts(self) -> tuple[str, ...]:
         """The other parts of a larger model than its decoder, by the modules that hold them."""
-        found = filter(self._is_of_another_part, set(self.files.tensors) - set(self.stored()))
+        found = filter(self._is_of_another_part, set(self.files.tensors) - set(self.stored))
         return tuple(sorted({_module_at_top(name) for name in found}))
 
     def rounded_again(self) -> tuple[str, ...]:

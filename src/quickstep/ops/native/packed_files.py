@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from ctypes import c_int16, c_int32, c_int64, c_void_p
-from functools import cache
-from hashlib import blake2b
+from functools import cached_property
 from typing import Self
 
 from quickstep.ops.native.library import library_path, raise_for_status
@@ -61,11 +60,19 @@ class NativePackedFiles:
         self._context = context
         self._library = library
 
-    @property
+    @cached_property
     def layout(self) -> str:
         """Names what decides the bytes of a form: the library's code and the level that runs."""
         level: str = self._library.qs_context_isa(self._context).decode()
-        return f"{level}-{_library_digest()}"
+        with (
+            library_path().open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content,
+        ):
+            first = ctypes.c_char.from_buffer(content)
+            parts = _Parts((ctypes.addressof(first),), (len(content),))
+            checksum = self._checksum(parts)
+            del first  # the mapping is closed without it
+        return f"{level}-{checksum:016x}"
 
     def form(self, weight: LinearWeight) -> PackedForm:
         """How a weight is packed, and its checksum."""
@@ -147,8 +154,3 @@ def _matrices(weight: LinearWeight) -> tuple[PackedQuantized | PackedWeight, ...
 def _held(parts: _Parts) -> list[tuple[int, int]]:
     """Address and bytes of the parts that there are."""
     return [pair for pair in zip(parts.memory, parts.bytes, strict=True) if pair[0]]
-
-
-@cache
-def _library_digest() -> str:
-    return blake2b(library_path().read_bytes(), digest_size=16).hexdigest()

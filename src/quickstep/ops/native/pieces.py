@@ -6,6 +6,7 @@ Used by `text.sentence_pieces`, which says what the ids are, and by `model.check
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import weakref
 from array import array
@@ -49,7 +50,10 @@ class NativePieces:
             score_array, kind_array = array("f", scores), array("i", kinds)
         except (OSError, TypeError, OverflowError):
             return None
-        if tuple(score_array) != tuple(scores):
+        if math.isnan(sum(score_array)):
+            return None
+        is_single = isinstance(scores, array) and scores.typecode == score_array.typecode
+        if not is_single and tuple(score_array) != tuple(scores):
             return None
         call = PiecesCall(
             texts=texts,

@@ -16,11 +16,6 @@ from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.closing_search import byte_tokens
-from quickstep.text.grammar.json_schema import (
-    ESCAPES_BY_NUMBER,
-    ONE_LINE,
-    has_escapes_by_number,
-)
 from quickstep.text.grammar.source import GrammarLimits, GrammarSource
 
 if TYPE_CHECKING:
@@ -138,6 +133,12 @@ def build_matcher(
 
 def _native(source: GrammarSource) -> str:
     from llguidance import LLMatcher
+
+    from quickstep.text.grammar.json_schema import (
+        ESCAPES_BY_NUMBER,
+        ONE_LINE,
+        has_escapes_by_number,
+    )
 
     one_line: Any = {**ONE_LINE}
     strict: Any = {**ONE_LINE, "lenient": False}

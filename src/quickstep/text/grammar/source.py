@@ -15,12 +15,6 @@ import msgspec
 
 from quickstep.config import InputConfig
 from quickstep.errors import RequestError
-from quickstep.text.grammar.json_schema import (
-    ESCAPES_BY_NUMBER,
-    for_llguidance,
-    has_escapes_by_number,
-    reference_depth,
-)
 from quickstep.text.grammar.schema_numbers import exact_float
 from quickstep.types import Grammar
 
@@ -176,6 +170,13 @@ class _Schemas:
 
     def _of(self, schema: Any) -> str:
         """A bounded schema in llguidance's keywords. Raises RequestError."""
+        from quickstep.text.grammar.json_schema import (
+            ESCAPES_BY_NUMBER,
+            for_llguidance,
+            has_escapes_by_number,
+            reference_depth,
+        )
+
         for _, depth in _values(schema):
             _bound(depth, self._limits.depth, "levels")
         if isinstance(schema, dict):
