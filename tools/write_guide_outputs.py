@@ -27,7 +27,10 @@ PAGES = ROOT / "docs" / "guide"
 BLOCKS = re.compile(r"```sh\n(?P<commands>[^`]*)```\n\n```text\n[^`]*```")
 REPEATABLE = ("quickstep plan ", "quickstep simulate ")
 # Blocks with one of these take seconds: `make docs-test` checks them, `make test` the others.
-SLOW = ("--sweep ", "--rate 2,8,32 ")
+SLOW = (
+    *("--sweep ", "--rate 2,8,32 ", "--rate 1,6,12,18 ", "--replicas 1,2,4 ", "--adapters 1000 "),
+    *("--tenant ", "static,length-grouped,mixed", "--input 3900 ", "h100x8 "),
+)
 
 
 def printed(command: str) -> str:

@@ -34,7 +34,7 @@ __all__ = ["FAULTS", "Fault"]
 _TCP_REPAIR = 19  # of linux/tcp.h: a socket that is closed in this state sends nothing
 _HOUR_S = 3600.0
 _OPERATOR_S = 20.0  # until an operator's request is given up
-_LOAD_S = 30.0  # until an adapter has to be there
+_DONE_S = 30.0  # until an operator's request that is sent again has to succeed
 
 Break = Callable[[World, Random], AbstractAsyncContextManager[None]]
 
@@ -351,7 +351,7 @@ async def _keep_alive(world: World, rng: Random) -> AsyncIterator[None]:
     body |= {"options": {"num_predict": 1}, "stream": False}
     await operate(world, "/api/generate", {**body, "keep_alive": 0})
     yield
-    await operate(world, "/api/generate", {**body, "keep_alive": -1})
+    await operate_until_done(world, "/api/generate", {**body, "keep_alive": -1})
 
 
 @asynccontextmanager
@@ -377,15 +377,22 @@ async def operate(world: World, path: str, body: dict[str, object] | None = None
     return False
 
 
-async def load_adapter(world: World, name: str) -> None:
-    """Load one of the bundled adapters, again if it is there."""
-    body = {"lora_name": name, "lora_path": str(world.adapter_path(name)), "load_inplace": True}
-    until_s = time.monotonic() + _LOAD_S
-    # an operator tries again: while an engine is started, the answer is 503
-    while not await operate(world, "/v1/load_lora_adapter", body):
+async def operate_until_done(world: World, path: str, body: dict[str, object]) -> bool:
+    """`operate`, again until it succeeds, as an operator tries again while an engine is started;
+    False if it did not in `_DONE_S`.
+    """
+    until_s = time.monotonic() + _DONE_S
+    while not await operate(world, path, body):
         if time.monotonic() > until_s:
-            return
+            return False
         await asyncio.sleep(0.2)
+    return True
+
+
+async def load_adapter(world: World, name: str) -> bool:
+    """Load one of the bundled adapters, again if it is there; False if it could not be loaded."""
+    body = {"lora_name": name, "lora_path": str(world.adapter_path(name)), "load_inplace": True}
+    return await operate_until_done(world, "/v1/load_lora_adapter", body)
 
 
 @asynccontextmanager

@@ -93,8 +93,7 @@ class Run:
 
     async def all(self) -> None:
         """Everything that needs the server."""
-        for name in ADAPTERS:
-            await load_adapter(self.world, name)
+        await self._load_adapters()
         following = asyncio.create_task(self._follow())
         watching = asyncio.create_task(self._watch_lag())
         self._expected = await self._quiet()
@@ -119,8 +118,7 @@ class Run:
         ]
         self.gaps = await self._load(seconds, breaking)
         print(f"{len(self.outcomes)} requests, {len(self.meetings)} faults", flush=True)
-        for name in ADAPTERS:
-            await load_adapter(self.world, name)
+        await self._load_adapters()
         health = await self._settled()
         await self._check_again()
         await self._unload()
@@ -144,6 +142,11 @@ class Run:
         for task in (following, watching):
             task.cancel()
         await asyncio.gather(following, watching, return_exceptions=True)
+
+    async def _load_adapters(self) -> None:
+        for name in ADAPTERS:
+            if not await load_adapter(self.world, name):
+                self.broken.append(f"the adapter {name} could not be loaded")
 
     async def _quiet(self) -> list[Outcome]:
         """The answers of the pool on a server that does nothing else."""

@@ -157,7 +157,7 @@ def test_a_changed_file_is_a_miss_with_the_same_bits(tmp_path: Path) -> None:
     expected = content(stored(tmp_path))
     (path,) = span_files(tmp_path)
     sound, random = path.read_bytes(), Random(7)
-    places = [0, 9, 14, 30, len(sound) - 1, *(random.randrange(len(sound)) for _ in range(12))]
+    places = [0, 9, 14, 30, len(sound) - 1, *(random.randrange(len(sound)) for _ in range(6))]
     for place in places:
         changed = bytearray(sound)
         changed[place] ^= 1 << random.randrange(8)

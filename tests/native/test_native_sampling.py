@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -45,7 +46,7 @@ def assert_same_draws(logits, states, tables=TABLES):
         assert found == expected, table.name
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(
     st.sampled_from(["normal", "normal", "ties", "flat", "masked", "broken"]),
     st.sampled_from(SIZES),

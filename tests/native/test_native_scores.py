@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from op_checks.logit_rows import logit_rows
@@ -38,7 +39,7 @@ def assert_same_scores(logits, token_ids, num_top):
     return expected
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(
     st.sampled_from(["normal", "normal", "ties", "flat", "masked", "broken", "empty"]),
     st.sampled_from([1, 2, 63, 64, 65, 130, 1000, 4097]),

@@ -188,24 +188,20 @@ def test_a_file_that_is_not_there_is_404(tmp_path: Path) -> None:
     run(test, engine_for(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "/etc/x", ".x", "a\\b", "a\nb", "é" * 101]
-)
-def test_names_cannot_leave_the_directory(tmp_path: Path, name: str) -> None:
+def test_names_cannot_leave_the_directory(tmp_path: Path) -> None:
     directory = tmp_path / "slots"
 
     async def test(engine: Engine) -> None:
         await all_of(engine)
-        for call in (
-            engine.save_slot(name, "", SALT, PROMPT),
-            engine.restore_slot(name, SALT),
-        ):
+        for name in ("", ".", "..", "../x", "a/b", "/etc/x", ".x", "a\\b", "a\nb", "é" * 101):
             with pytest.raises(RequestError, match="filename is"):
-                await call
+                await engine.save_slot(name, "", SALT, PROMPT)
+            with pytest.raises(RequestError, match="filename is"):
+                await engine.restore_slot(name, SALT)
+            assert not list(directory.iterdir()), name
+            assert list(tmp_path.iterdir()) == [directory], name
 
     run(test, engine_for(directory))
-    assert not list(directory.iterdir())
-    assert list(tmp_path.iterdir()) == [directory]
 
 
 def test_blocks_are_saved_when_they_are_computed(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """A row that checks drafts gives each of its tokens the bits of a decode row, at every width, and
-each draft of a tree those that it has as the end of a chain.
+each draft of a tree those that it has in the chain of its path.
 
 This is what speculation relies on: with other bits, the output would depend on the drafts.
 """
@@ -135,16 +135,17 @@ def assert_trees_are_chains(sequences: TreeSequences, rng: random.Random) -> Non
         found = sequences.checked([first, chain, second], every_token=rng.random() < 0.5)
         for (_, drafts, parents), logits in ((first, found[0]), (second, found[2])):
             row = StepRow(0, 0, 1, (0,), (), Phase.DECODE, True, 0, parents=parents)
-            for node in range(len(drafts) + 1):
-                path = tuple(drafts[one - 1] for one in row.path(node))
-                [alone] = sequences.checked([(1, path, ())])
-                np.testing.assert_array_equal(logits[node], alone[-1], f"{parents}, {node}")
+            for leaf in set(range(len(drafts) + 1)) - set(parents):
+                path = row.path(leaf)
+                [alone] = sequences.checked([(1, tuple(drafts[one - 1] for one in path), ())])
+                for node, expected in zip((0, *path), alone, strict=True):
+                    np.testing.assert_array_equal(logits[node], expected, f"{parents}, {node}")
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("quantization", [None, "int4"])
 @pytest.mark.parametrize("level", native_status().levels)
-def test_a_draft_of_a_tree_has_the_bits_of_the_end_of_its_path(
+def test_a_draft_of_a_tree_has_the_bits_of_its_path_as_a_chain(
     level: str, quantization: str | None, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUICKSTEP_CPU_ISA", level)

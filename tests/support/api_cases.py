@@ -12,13 +12,14 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import jsonschema_rs
 import schemathesis
 from client import client_of
 from example_counts import examples
+from fake_engine import FakeEngine
 from field_places import url_of
 from generated_bodies import BodyDrawer
 from hypothesis import HealthCheck, Phase, settings
@@ -32,6 +33,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from starlette.applications import Starlette
+
+from quickstep.server.app import create_app
 
 CASE_TIMEOUT_S = 20
 BASE_URL = "http://server"
@@ -204,10 +207,43 @@ def request_of(case: schemathesis.Case) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value is not None}
 
 
-async def exchange(app: Starlette, **request: Any) -> httpx.Response:
-    """Send one request to an app of its own; fails where no answer comes."""
-    async with asyncio.timeout(CASE_TIMEOUT_S), client_of(app) as client:
-        return await client.request(**request)
+class OpenApp:
+    """An app with a scripted engine. It answers requests, one after the other, until the block
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self._runner = asyncio.Runner()
+        self._opened = client_of(create_app(self.engine))
+
+    def __enter__(self) -> Self:
+        self._client = self._runner.run(self._opened.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._opened.__aexit__(None, None, None))
+        self._runner.close()
+
+    def send(self, **request: Any) -> httpx.Response:
+        """The response; fails where no answer comes."""
+
+        async def exchange() -> httpx.Response:
+            async with asyncio.timeout(CASE_TIMEOUT_S):
+                return await self._client.request(**request)
+
+        return self._runner.run(exchange())
+
+    def until_idle(self) -> None:
+        """Wait for responses in the background, which end without their client."""
+
+        async def idle() -> None:
+            async with asyncio.timeout(CASE_TIMEOUT_S):
+                while self.engine.open_streams:
+                    await asyncio.sleep(0)
+
+        if self.engine.open_streams:
+            self._runner.run(idle())
 
 
 def json_request(method: str, path: str, body: Any) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import json
 import numpy as np
 import pytest
 from call_formats import FORMATS, parameters_of, written_call
+from example_counts import examples
 from grammar_sampling import state_for
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
 
@@ -137,7 +138,7 @@ def wishes(known):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("inside", [False, True])
-@settings(max_examples=25)
+@examples(12)
 @given(data=st.data())
 def test_whatever_is_written_is_content_or_a_call_that_fits(
     compiler, tokenizer, name, inside, data

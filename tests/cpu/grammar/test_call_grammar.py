@@ -58,8 +58,11 @@ def calls_in(text, known, functions=FUNCTIONS):
 def test_forced_text_reads_back_as_calls(compiler, tokenizer, name, one_call):
     known = FORMATS[name]
     grammar = call_grammar(known.spelling, FUNCTIONS, one_call, special_id=lambda text: None)
-    seen = set()
-    for seed in range(12):
+    has_one_count = one_call or not known.spelling.repeats
+    seen: set[int] = set()
+    for seed in range(12):  # half of them, if these have different numbers of calls
+        if seed >= 6 and (has_one_count or len(seen) > 1):
+            break
         text = sampled_text(compiler, tokenizer, grammar, seed, temperature=30.0)
         content, calls = calls_in(text, known)
         assert content.strip() == "", text
@@ -74,7 +77,7 @@ def test_forced_text_reads_back_as_calls(compiler, tokenizer, name, one_call):
             assert len(arguments["text"]) <= 9
             assert arguments["n"] in (1, None)
             assert set(arguments.get("many", ())) <= {True, False}
-    assert one_call or not known.spelling.repeats or len(seen) > 1
+    assert has_one_count or len(seen) > 1
 
 
 def test_optional_keywords_come_with_commas_that_fit(compiler, tokenizer):

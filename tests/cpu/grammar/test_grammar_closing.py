@@ -260,7 +260,7 @@ KINDS = {
 @pytest.mark.parametrize("limit", [12, 60])
 def test_every_kind_of_grammar_continues_the_same_after_a_preemption(kind, limit):
     sampling = SamplingParams(grammar=KINDS[kind], max_tokens=limit)
-    for seed in range(4):
+    for seed in range(2):
         uninterrupted = sampled(sampling, seed)
         for cut in range(1, len(uninterrupted[0]), 1 + limit // 10):
             assert sampled(sampling, seed, rebuild_at=cut) == uninterrupted

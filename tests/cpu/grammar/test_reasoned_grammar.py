@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from example_counts import examples
 from grammar_sampling import state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -262,7 +263,7 @@ def test_a_token_that_continues_after_the_closing_tag_is_left_out():
     assert ReasoningTracker(replace(TOKENS, starts_open=True)).place is ReasoningPlace.INSIDE
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(st.lists(st.sampled_from([*PIECES, 0]), max_size=10), st.booleans())
 def test_the_tracker_agrees_with_the_parser_of_the_text(outputs, is_open):
     tracker = ReasoningTracker(replace(TOKENS, starts_open=is_open), outputs)

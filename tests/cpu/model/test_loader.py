@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
@@ -399,7 +400,7 @@ def test_loading_never_holds_two_copies_of_the_model(tmp_path: Path) -> None:
     assert max(alive) == 1
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(st.integers(0, 1_000_000), st.integers(0, 255), st.booleans())
 def test_a_damaged_byte_is_refused_or_changes_nothing_else(
     where: int, value: int, cut: bool

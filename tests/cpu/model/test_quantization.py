@@ -225,7 +225,7 @@ def test_experts_are_quantized_and_their_router_is_not(quantization: str) -> Non
     assert isinstance(moe.router.data, Tensor)
     assert isinstance(moe.experts.down_proj[3].data, QuantizedWeight)
     assert model.weights.embed_tokens is not model.weights.lm_head
-    report = verify(lambda threads: model, VerifyOptions(num_requests=6, threads=(1,)), frozenset())
+    report = verify(lambda threads: model, VerifyOptions(num_requests=3, threads=(1,)), frozenset())
     assert report.mismatches == 0
 
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sampled_rows import VOCAB, logits_of, state_of, token_of
 
@@ -36,7 +37,7 @@ def adjusted_slowly(row, sampling, prompt, outputs, eos):
 token_lists = st.lists(st.integers(0, 9), max_size=12)
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(
     st.integers(0, 1000),
     st.lists(st.integers(0, 9), min_size=1, max_size=6),

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -55,7 +56,7 @@ def penalised_slowly(tokens, params, breakers):
     }
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(
     letters,
     letters,
@@ -125,7 +126,7 @@ def typical_slowly(values, typical_p):
     return sorted(kept), sorted(off)
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(
     st.lists(st.floats(-8, 0), min_size=1, max_size=30, unique=True),
     st.sampled_from([0.0531, 0.2113, 0.5003, 0.9001, 0.9903]),
@@ -151,7 +152,7 @@ def without_top_slowly(values, threshold):
     return sorted(set(range(len(values))) - set(top[:-1]))
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(
     st.lists(st.integers(-12, 0).map(lambda i: i / 4), min_size=1, max_size=20),
     st.sampled_from([0.0, 0.0173, 0.1003, 0.2507, 0.4999, 1.0]),

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quickstep.runtime.sampling.filters import kept_token_ids, largest
@@ -46,7 +47,7 @@ def test_largest_keeps_exactly_k_with_ties_to_the_lowest_ids(values, count):
     assert kept.tolist() == sorted(canonical(values)[:count])
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(
     rows,
     st.integers(-1, 45),

@@ -115,7 +115,8 @@ def test_models_that_draft_shorten_the_time_per_token(capsys) -> None:
     two = (*draft, "--acceptance", "0.1", "--speculative-model", "demo-medusa")
     (both,) = figures(capsys, *two)
     assert both["figures"]["tpot_s"]["p50"] < 0.8 * plain["figures"]["tpot_s"]["p50"]
-    assert figures(capsys, *two) == [both]
+    few = (*two, "--num-prompts", "6")
+    assert figures(capsys, *few) == figures(capsys, *few)
 
 
 def sized(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
@@ -276,7 +277,7 @@ def test_adapters_are_loaded_and_evicted(capsys) -> None:
     assert many["figures"]["adapter_s"]["p99"] >= 0.05
     assert few["figures"]["adapter_s"]["mean"] > many["figures"]["adapter_s"]["mean"]
     assert many["figures"]["tpot_s"]["p50"] > none["figures"]["tpot_s"]["p50"]
-    assert main((*QUICK, *flags)) == 0
+    assert main((*QUICK, *flags, "--num-prompts", "8")) == 0
     assert "adapter p50/p90" in capsys.readouterr().out
 
 

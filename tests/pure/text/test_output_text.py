@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from scripted_engine import END_ID, byte_tokenizer
@@ -43,7 +44,7 @@ def deliver(groups, sampling, stopped, in_reasoning=False):
     return shown, tokens, delta.finish_reason, delta.stop_reason
 
 
-@settings(max_examples=500, deadline=None)
+@examples(100)
 @given(
     tokens=st.lists(st.sampled_from(LETTERS), min_size=1, max_size=10),
     cuts=st.sets(st.integers(1, 9)),
@@ -83,7 +84,7 @@ def test_a_stop_counts_from_the_token_with_which_there_are_enough(cuts, min_toke
         assert len(tokens) == end + 1
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(tokens=st.lists(st.sampled_from(LETTERS), min_size=1, max_size=10))
 def test_without_stops_the_text_is_the_whole_decode(tokens):
     text, taken, reason, _ = deliver([[token] for token in tokens], SamplingParams(), stopped=False)
@@ -108,7 +109,7 @@ def in_two(text, in_reasoning):
     return text[:end], text[end:]
 
 
-@settings(max_examples=500, deadline=None)
+@examples(100)
 @given(
     pieces=PIECES,
     stops=st.lists(st.text("ab<>é ", min_size=1, max_size=3), min_size=1, max_size=2),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quickstep.text.output_text import StopStrings
@@ -36,14 +37,14 @@ texts = st.text(alphabet="ab", max_size=4)
 stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3)
 
 
-@settings(max_examples=800, deadline=None)
+@examples(150)
 @given(st.lists(texts, max_size=8), stop_lists, st.booleans(), st.integers(0, 4))
 def test_any_split_gives_what_the_whole_text_gives(deltas, stops, include, first_active):
     shown, stop = streamed(deltas, stops, include, first_active)
     assert ("".join(shown), stop) == one_shot(deltas, stops, include, first_active)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(100)
 @given(st.lists(texts, max_size=8), stop_lists)
 def test_nothing_shown_is_ever_taken_back_or_later_than_needed(deltas, stops):
     """After each delta exactly the undecided end is missing: no more, no less."""

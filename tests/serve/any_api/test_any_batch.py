@@ -6,8 +6,9 @@ from typing import Any
 
 import httpx
 from client import client_of
+from example_counts import examples
 from fake_engine import FakeEngine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quickstep.server.app import create_app
@@ -60,14 +61,14 @@ def assert_in_shape(response: httpx.Response) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@settings(max_examples=150)
+@examples(60)
 @given(CALLS)
 def test_any_json_is_answered(call: tuple[str, dict[str, Any]]) -> None:
     path, body = call
     assert_in_shape(post(path, json=body))
 
 
-@settings(max_examples=60)
+@examples(40)
 @given(st.binary(max_size=200), st.sampled_from(["x", "", '"x', "x; charset=utf-16"]))
 def test_any_form_is_answered(content: bytes, boundary: str) -> None:
     kind = f"multipart/form-data; boundary={boundary}"
@@ -76,7 +77,7 @@ def test_any_form_is_answered(content: bytes, boundary: str) -> None:
         assert_in_shape(post("/v1/files", content=body, headers={"content-type": kind}))
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(st.one_of(st.binary(max_size=60), JSON.map(lambda value: str(value).encode())))
 def test_any_line_is_a_request_or_a_fault(text: bytes) -> None:
     for line in (text, b'{"custom_id": "a", "method": "POST", "url": "/u", "body": ' + text + b"}"):

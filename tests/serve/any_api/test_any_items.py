@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import pytest
 from client import client_of
+from example_counts import examples
 from fake_engine import FakeEngine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from route_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES, events
 
@@ -138,7 +139,7 @@ def post(path: str, body: dict[str, Any], parser: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", MAIN)
-@settings(max_examples=150)
+@examples(60)
 @given(st.data())
 def test_any_body_is_answered_or_refused(path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(path))

@@ -3,14 +3,14 @@
 The routes and the shapes come from our own document, as in `test_api_cases`.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
-from api_cases import JSON, Api, document_of, endpoints, exchange, num_cases
+from api_cases import JSON, Api, OpenApp, document_of, endpoints, num_cases
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,32 +103,38 @@ RAW = [
 Answer = Callable[[bytes, dict[str, bytes]], int]
 
 
+def answer_of(
+    app: OpenApp, method: str, path: str, content: bytes, headers: dict[str, bytes]
+) -> int:
+    """The status of an answer, which is in shape and leaves nothing behind."""
+    url = path.replace("{", "").replace("}", "")
+    response = app.send(method=method, url=url, content=content, headers=headers)
+    API.judge_shape(method, path, response)
+    assert not app.engine.open_streams
+    assert response.status_code < 500
+    return response.status_code
+
+
 @contextmanager
 def answering(method: str, path: str) -> Iterator[Answer]:
-    """Gives the status of each answer, which is in shape and leaves nothing behind. One app gives
-    them all.
-    """
-    engine = FakeEngine()
-    app = create_app(engine)
-    url = path.replace("{", "").replace("}", "")
-    with asyncio.Runner() as runner:
+    """Gives the status of each answer, all of one app."""
+    with OpenApp() as app:
+        yield partial(answer_of, app, method, path)
 
-        def answer(content: bytes, headers: dict[str, bytes]) -> int:
-            request: dict[str, Any] = {"content": content, "headers": headers}
-            response = runner.run(exchange(app, method=method, url=url, **request))
-            API.judge_shape(method, path, response)
-            assert not engine.open_streams
-            assert response.status_code < 500
-            return response.status_code
 
-        yield answer
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[OpenApp]:
+    """An app for all requests that are refused, which leave nothing behind."""
+    with OpenApp() as app:
+        yield app
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
-def test_bytes_that_are_no_request_are_refused(method: str, path: str, body: bytes) -> None:
-    with answering(method, path) as answer:
-        status = answer(body, {"content-type": b"application/json"})
+def test_bytes_that_are_no_request_are_refused(
+    refusing: OpenApp, method: str, path: str, body: bytes
+) -> None:
+    status = answer_of(refusing, method, path, body, {"content-type": b"application/json"})
     assert is_as_expected(status, path, body)
 
 

@@ -4,7 +4,6 @@ No failure of ours, no hang, no answer of another shape, nothing left behind. Wh
 is refused only for a reason that a schema cannot tell; what does not fit is always refused.
 """
 
-import asyncio
 import json
 import re
 
@@ -16,10 +15,10 @@ from api_cases import (
     POSITIVE,
     Api,
     GenerationMode,
+    OpenApp,
     as_integers,
     document_of,
     endpoints,
-    exchange,
     json_request,
     message_of,
     num_cases,
@@ -33,8 +32,9 @@ from starlette.routing import Route
 
 from quickstep.server.app import create_app
 
-CASES_EACH = 200  # each mode of each endpoint with a body
-SCHEMATHESIS_CASES_EACH = 8  # a second opinion, which takes 30 to 140 ms to draw a body
+CASES_EACH = 100  # each mode of each endpoint with a body
+SCHEMATHESIS_CASES_EACH = 5  # a second opinion, which takes 30 to 140 ms to draw a body
+WITHOUT_BODY_EACH = 25
 APP = create_app(FakeEngine())
 API = Api(document_of(APP))
 WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]
@@ -116,13 +116,6 @@ NOT_THERE = re.compile(
 )
 
 
-async def ended(engine: FakeEngine) -> None:
-    """Wait for responses in the background, which end without their client."""
-    async with asyncio.timeout(30):
-        while engine.open_streams:
-            await asyncio.sleep(0)
-
-
 def judge_refusal(response: httpx.Response) -> None:
     """Fail where a body that fits the schema is refused for a reason that the schema could tell."""
     if response.status_code >= 400:
@@ -138,10 +131,8 @@ def test_any_body_is_answered_as_the_document_says(
 ) -> None:
     """One app answers them all, so that what one leaves behind is there for the others."""
     num_seen = 0
-    engine = FakeEngine()
-    app = create_app(engine)
     drawer = API.drawer(method, path)
-    with asyncio.Runner() as runner:
+    with OpenApp() as app:
 
         @num_cases(CASES_EACH)
         @given(st.integers(0, 2**60))
@@ -150,10 +141,9 @@ def test_any_body_is_answered_as_the_document_says(
             num_seen += 1
             body = drawer.fitting(seed) if mode is POSITIVE else drawer.breaking(seed)
             note(json.dumps(body))
-            response = runner.run(exchange(app, **json_request(method, path, body)))
+            response = app.send(**json_request(method, path, body))
             API.judge_mode(method, path, mode, response)
-            runner.run(ended(engine))
-            assert not engine.open_streams
+            app.until_idle()
             if mode is POSITIVE:
                 judge_refusal(response)
 
@@ -163,9 +153,7 @@ def test_any_body_is_answered_as_the_document_says(
 
 def check_all(method: str, path: str, mode: GenerationMode, num: int) -> None:
     """Bodies and parameters of schemathesis; one app answers them all."""
-    engine = FakeEngine()
-    app = create_app(engine)
-    with asyncio.Runner() as runner:
+    with OpenApp() as app:
 
         @num_cases(num)
         @given(API.operation(method, path).as_strategy(mode))
@@ -173,10 +161,9 @@ def check_all(method: str, path: str, mode: GenerationMode, num: int) -> None:
             case.query.pop("follow", None)  # endless: test_debug has it
             if mode is POSITIVE and case.operation.body:
                 case.body = as_integers(case.body)
-            response = runner.run(exchange(app, **request_of(case)))
+            response = app.send(**request_of(case))
             API.judge(case, response)
-            runner.run(ended(engine))
-            assert not engine.open_streams
+            app.until_idle()
             if mode is POSITIVE:
                 judge_refusal(response)
 
@@ -224,4 +211,4 @@ def test_a_second_path_is_the_same_endpoint_with_the_same_document(method: str, 
 
 @pytest.mark.parametrize(("method", "path"), WITHOUT_BODY)
 def test_a_route_without_a_body_answers_as_the_document_says(method: str, path: str) -> None:
-    check_all(method, path, POSITIVE, 50)
+    check_all(method, path, POSITIVE, WITHOUT_BODY_EACH)

@@ -31,7 +31,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 
-NUM_CASES = 80  # each mode of each endpoint with a body
+NUM_CASES = 40  # each mode of each endpoint with a body
 API = Api(document_of(create_app(FakeEngine())))
 WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]
 MAX_TOKENS = 3

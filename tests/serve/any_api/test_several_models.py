@@ -14,8 +14,9 @@ from client import CHAT, client_of
 from fake_engine import FakeEngine
 from msgspec.structs import replace
 
+from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.interface import ServedEngine
-from quickstep.errors import ConfigError, EngineDied
+from quickstep.errors import ConfigError, EngineDied, EngineError
 from quickstep.server.app import app_of_models
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.residents import ModelEntry, SeveralModels
@@ -34,14 +35,31 @@ class SleepyEngine(FakeEngine):
     def __init__(self, server: Server) -> None:
         super().__init__()
         self.server = server
+        self.sleeps = False
         server.take(1)
 
     async def sleep(self) -> None:
         assert not self.request_ids, "a busy model was unloaded"
         self.server.take(-1)
+        self.sleeps = True
 
     async def wake(self) -> None:
         self.server.take(1)
+        self.sleeps = False
+
+    async def load_adapter(
+        self, name: str, path: str, *, is_from_client: bool = False
+    ) -> LoadedAdapter:
+        self._check_awake()
+        return await super().load_adapter(name, path, is_from_client=is_from_client)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_awake()
+        await super().unload_adapter(name)
+
+    def _check_awake(self) -> None:
+        if self.sleeps:
+            raise EngineError("the engine is asleep")
 
 
 class Server:
@@ -322,6 +340,31 @@ def test_each_model_has_its_own_metrics_once_it_was_loaded() -> None:
     count = 'quickstep:e2e_request_latency_seconds_count{engine="0",model_name="%s"}'
     for name, num in {"a": 1, "b": 2, "c": 1}.items():
         assert f"{count % name} {num}.0" in metrics
+
+
+@pytest.mark.parametrize("keep_alive", [-1, 0])
+def test_adapters_of_a_model_that_is_not_in_memory_are_loaded_and_unloaded(keep_alive: int) -> None:
+    """As other requests, these wait until the first model is loaded, and hold it meanwhile."""
+
+    async def use(client: httpx.AsyncClient, server: Server) -> Any:
+        async def post(path: str, body: dict[str, Any]) -> httpx.Response:
+            return await asyncio.create_task(client.post(path, json=body))
+
+        async def asleep() -> None:
+            while server.num_in_memory:
+                await asyncio.sleep(0)
+
+        await post("/api/generate", {"model": "a", "prompt": "a", "keep_alive": keep_alive})
+        await post("/v1/models/unload", {"model": "a"})
+        await asleep()
+        load = {"lora_name": "poet", "lora_path": "poet"}
+        loaded = await post("/v1/load_lora_adapter", load)
+        await post("/v1/models/unload", {"model": "a"})
+        await asleep()
+        return loaded, await post("/v1/unload_lora_adapter", {"lora_name": "poet"})
+
+    loaded, unloaded = serve(use)
+    assert (loaded.status_code, unloaded.status_code) == (200, 200), loaded.text + unloaded.text
 
 
 def test_each_model_has_slots_of_its_own() -> None:

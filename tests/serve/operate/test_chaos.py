@@ -19,7 +19,7 @@ from benchmarks.chaos.run import overlap_s
 from benchmarks.chaos.sites import SITES
 
 ROOT = Path(__file__).parents[3]
-SECONDS = ("--seconds", "12", "--clients", "5", "--pool", "14", "--every", "0.4", "--seed", "48")
+SECONDS = ("--seconds", "8", "--clients", "5", "--pool", "14", "--every", "0.4", "--seed", "48")
 FEW = {
     "replicas": ("killed", "until it is replaced", "hour", "the ledger", "descriptors"),
     "hosts": ("host", "to an engine", "an engine is killed"),

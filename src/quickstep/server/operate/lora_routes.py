@@ -22,6 +22,7 @@ from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.turns import Places
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 
 
 class LoadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +52,11 @@ def lora_routes(models: ModelRegistry) -> list[ApiRoute]:
     loading: Counter[str] = Counter()  # how many loads of a name are under way
     places = Places()
 
+    async def first_model(request: Request) -> ServedModel:
+        """The first model, in memory until the request ends."""
+        wait_s = models.server.deadlines.of(None)
+        return await models.ready(None, caller_of(request), wait_s=wait_s)
+
     async def load(request: Request) -> Response:
         reader = FieldReader(rules)
         fields = reader.decode(body_of(request), LoadLoRAAdapter)
@@ -67,6 +73,7 @@ def lora_routes(models: ModelRegistry) -> list[ApiRoute]:
             )
         loading[name] += 1
         try:
+            await first_model(request)
             async with places.place(caller_of(request)):
                 await model.engine.load_adapter(name, fields.lora_path, is_from_client=True)
         finally:
@@ -80,8 +87,9 @@ def lora_routes(models: ModelRegistry) -> list[ApiRoute]:
         reader = FieldReader(rules)
         name = reader.decode(body_of(request), UnloadLoRAAdapter).lora_name
         report_ignored(request, reader.ignored)
-        await models.default.engine.unload_adapter(name)
-        models.default.adapters.remove(name)
+        model = await first_model(request)
+        await model.engine.unload_adapter(name)
+        model.adapters.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return [

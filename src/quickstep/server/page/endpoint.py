@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from starlette.requests import Request
@@ -107,7 +107,8 @@ class Page:
         return file.response(request)
 
 
-def page_files() -> list[tuple[str, Path]]:
+@cache
+def page_files() -> tuple[tuple[str, Path], ...]:
     """The files of the page with their paths below `static`, licences and checksums left out."""
     files = [path for path in _STATIC.rglob("*.*") if path.suffix[1:] in _TYPES]
-    return [(path.relative_to(_STATIC).as_posix(), path) for path in sorted(files)]
+    return tuple((path.relative_to(_STATIC).as_posix(), path) for path in sorted(files))
