@@ -146,11 +146,11 @@ def test_a_device_of_a_group_holds_its_part_of_a_quantized_checkpoint() -> None:
     hardware = find_hardware("l4x2", read_hardware())
     held = ElementBytes(2, 8, weights=1 << 20)
     sizes = Load(1.0, 100, 20), EngineLimits(max_num_seqs=8, max_num_batched_tokens=64)
-    whole, part = (fit(spec, hardware, Split(tensor), held, *sizes) for tensor in (1, 2))
-    weights = [one.memory.rows[0].num_bytes for one in (whole, part)]
+    complete, part = (fit(spec, hardware, Split(tensor), held, *sizes) for tensor in (1, 2))
+    weights = [one.memory.rows[0].num_bytes for one in (complete, part)]
     assert weights[0] == 1 << 20
     assert weights[0] / 2 <= weights[1] < 0.6 * weights[0]
     plain = fit(spec, hardware, Split(), ElementBytes(2, 8), *sizes)
     row = StepLoad(num_tokens=1, num_rows=1)
-    times = [one.costs.seconds(row) for one in (whole, plain)]
+    times = [one.costs.seconds(row) for one in (complete, plain)]
     assert (times[0] < times[1]) == (weights[0] < plain.memory.rows[0].num_bytes)

@@ -384,12 +384,12 @@ def test_a_full_disk_keeps_what_was_written(
     store.close()
 
 
-@pytest.mark.parametrize("room", [0, len(LINES), len(LINES) + 50])
+@pytest.mark.parametrize("num_bytes", [0, len(LINES), len(LINES) + 50])
 def test_an_upload_that_a_restart_would_lose_is_refused(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The content has room, or its record has not."""
-    monkeypatch.setattr(os, "write", full_after(room))
+    """The disk is full before the content, before its record, or within it."""
+    monkeypatch.setattr(os, "write", full_after(num_bytes))
     answer = post({"purpose": "batch"}, {"file": ("a", LINES)}, FileOptions(directory=tmp_path))
     assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_storage")
     assert not list(tmp_path.iterdir())
