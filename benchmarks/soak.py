@@ -305,7 +305,7 @@ async def _kill_engines(server: ServerProcess, log: Log, every_s: float) -> None
     while True:
         await asyncio.sleep(every_s)
         engine = server.processes().get("engine")
-        if engine is not None:
+        if engine is not None and _is_alive(engine):
             os.kill(engine, signal.SIGKILL)
             log.num_killed += 1
 
@@ -357,6 +357,8 @@ def _print(log: Log, faults: list[str]) -> None:
     if len(log.seconds) > 1:
         cuts = statistics.quantiles(log.seconds, n=100)
         print(f"seconds per complete response: p50 {cuts[49]:.3f}, p99 {cuts[98]:.3f}")
+    if log.num_killed:
+        print(f"{log.num_killed} engines killed")
     for part, (early, late, slope) in _parts(log).items():
         print(f"memory of the {part}: {early:.0f} to {late:.0f} MiB, {slope:+.2f} MiB a minute")
     print(f"{len(faults)} faults" if faults else "no fault")

@@ -137,8 +137,8 @@ def assert_trees_are_chains(sequences: TreeSequences, rng: random.Random) -> Non
             row = StepRow(0, 0, 1, (0,), (), Phase.DECODE, True, 0, parents=parents)
             for leaf in set(range(len(drafts) + 1)) - set(parents):
                 path = row.path(leaf)
-                [alone] = sequences.checked([(1, tuple(drafts[one - 1] for one in path), ())])
-                for node, expected in zip((0, *path), alone, strict=True):
+                [single] = sequences.checked([(1, tuple(drafts[one - 1] for one in path), ())])
+                for node, expected in zip((0, *path), single, strict=True):
                     np.testing.assert_array_equal(logits[node], expected, f"{parents}, {node}")
 
 

@@ -42,8 +42,8 @@ def expected_plan(config: EngineConfig) -> MemoryPlan | None:
     from quickstep.engine.speculation import draft_sizes
     from quickstep.model.checkpoint.placement import choose_dtype
     from quickstep.model.checkpoint.source import cached_checkpoint
-    from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
-    from quickstep.model.loader import check_requantization
+    from quickstep.model.checkpoint.weights import open_checkpoint_files
+    from quickstep.model.loader import quantized_weight_bytes
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.tensors import Device
 
@@ -56,9 +56,8 @@ def expected_plan(config: EngineConfig) -> MemoryPlan | None:
     device = Device("cuda" if config.load.device.startswith("cuda") else "cpu")
     held_bytes = None
     if spec.native:
-        weights = open_weights(checkpoint.path, spec)
-        check_requantization(weights, config.load.quantization)
-        held_bytes = weights.quantized_bytes(dtype.itemsize, natively=device.type == "cpu")
+        files = checkpoint.path, spec, config.load.quantization, dtype.itemsize
+        held_bytes = quantized_weight_bytes(*files, natively=device.type == "cpu")
     at_start = open_adapters(config.lora, spec)
     adapter_bytes = sum(adapter_bytes_of(config.lora, spec, dtype.itemsize, at_start))
     here = replace(config, load=replace(config.load, offline=True))

@@ -236,8 +236,8 @@ def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
     """Find and check a draft model; `scratch_bytes` are those of its ops. Raises ConfigError."""
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
-    from quickstep.model.loader import check_requantization
+    from quickstep.model.checkpoint.weights import open_checkpoint_files
+    from quickstep.model.loader import quantized_weight_bytes
     from quickstep.model.spec import read_spec
 
     checkpoint = find_checkpoint(load)
@@ -248,10 +248,9 @@ def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
             "transformers; use a draft model of a native architecture"
         )
     dtype = choose_dtype(load.dtype, spec, open_checkpoint_files(checkpoint.path))
-    weights = open_weights(checkpoint.path, spec)
-    check_requantization(weights, load.quantization)
+    sizes = checkpoint.path, spec, load.quantization, dtype.itemsize
     natively = choose_device(load.device) == CPU
-    held_bytes = weights.quantized_bytes(dtype.itemsize, natively=natively)
+    held_bytes = quantized_weight_bytes(*sizes, natively=natively)
     elements = ElementBytes(dtype.itemsize, scratch_bytes, load.quantization, weights=held_bytes)
     return FoundDraft(load, checkpoint, spec, DraftSizes(spec, elements))
 

@@ -6,6 +6,7 @@ Called once by the engine's assembly. Never opens a pickle, never runs code of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -333,6 +334,17 @@ def check_requantization(weights: CheckpointWeights, quantization: str | None) -
             f"--quantization is {quantization}, but the checkpoint is quantized already "
             f"({weights.storage.name}); leave the option out, or load the unquantized checkpoint"
         )
+
+
+def quantized_weight_bytes(
+    path: Path, spec: ModelSpec, quantization: str | None, dtype_bytes: int, *, natively: bool
+) -> int | None:
+    """`CheckpointWeights.quantized_bytes` of a native decoder's files, by their headers. Raises
+    ConfigError if they are broken, or `quantization` would quantize them again.
+    """
+    weights = open_weights(path, spec)
+    check_requantization(weights, quantization)
+    return weights.quantized_bytes(dtype_bytes, natively=natively)
 
 
 def _open_source(

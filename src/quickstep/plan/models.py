@@ -15,9 +15,8 @@ from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.source import cached_checkpoint, local_checkpoint
-from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.loader import check_requantization
+from quickstep.model.loader import quantized_weight_bytes
 from quickstep.model.sizing import ElementBytes
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.yaml_file import read_yaml
@@ -57,7 +56,7 @@ def find_model(text: str) -> ModelSpec:
     )
 
 
-def quantized_weight_bytes(
+def planned_weight_bytes(
     text: str, spec: ModelSpec, elements: ElementBytes, *, natively: bool
 ) -> int | None:
     """Bytes that the weights of a checkpoint in quantized values take in memory, by the headers of
@@ -71,9 +70,8 @@ def quantized_weight_bytes(
         return None
     if not is_gguf(path) and not any(path.glob("*.safetensors")):
         return None  # a config.json by itself
-    weights = open_weights(path, spec)
-    check_requantization(weights, elements.quantization)
-    return weights.quantized_bytes(elements.dtype, natively=natively)
+    sizes = path, spec, elements.quantization, elements.dtype
+    return quantized_weight_bytes(*sizes, natively=natively)
 
 
 def _checkpoint_of(text: str) -> Path | None:

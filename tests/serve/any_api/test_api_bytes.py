@@ -106,7 +106,7 @@ Answer = Callable[[bytes, dict[str, bytes]], int]
 def answer_of(
     app: OpenApp, method: str, path: str, content: bytes, headers: dict[str, bytes]
 ) -> int:
-    """The status of an answer, which is in shape and leaves nothing behind."""
+    """The status of an answer, which is in shape and leaves no stream open."""
     url = path.replace("{", "").replace("}", "")
     response = app.send(method=method, url=url, content=content, headers=headers)
     API.judge_shape(method, path, response)
@@ -124,7 +124,7 @@ def answering(method: str, path: str) -> Iterator[Answer]:
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[OpenApp]:
-    """An app for all requests that are refused, which leave nothing behind."""
+    """An app for all requests that are refused, which leave no stream open."""
     with OpenApp() as app:
         yield app
 

@@ -337,10 +337,10 @@ def element_bytes(args: argparse.Namespace, spec: ModelSpec, hardware: Hardware)
     """
     from msgspec.structs import replace
 
-    from quickstep.plan.models import quantized_weight_bytes
+    from quickstep.plan.models import planned_weight_bytes
 
     elements = _plain_elements(spec, args.quantization, args.kv_cache_dtype)
-    weights = quantized_weight_bytes(
+    weights = planned_weight_bytes(
         model_of(args), spec, elements, natively=not hardware.device.is_gpu
     )
     return replace(elements, weights=weights)

@@ -12,7 +12,7 @@ thread. Bytes are reserved before they are written; open writers count as files.
 server's limits of both (`core.shares`), and each has limits of its own.
 
 A server locks its directory. The record of an upload follows its content; that of a batch's output
-is there before it, and is replaced as a whole when the content is complete. So whatever ends a
+is there before it, and is replaced when the content is complete. So whatever ends a
 server, the next one keeps the answers that a batch has written so far, removes half an upload, and
 reports records that it cannot read.
 """
@@ -284,7 +284,7 @@ class FileStore:
         self._files[file.id] = file
 
     def _write_record(self, file: StoredFile) -> None:
-        """Write or replace the record of a file as a whole, where a later server would read it."""
+        """Write or replace the record of a file, of which no part is seen, for a later server."""
         if self._is_temporary:
             return
         path = self._record(file)
