@@ -100,6 +100,11 @@ class Policy(Protocol):
     def step_limit_s(self, view: StepView, cost_model: CostModel) -> float:
         """How long a step with the decode rows in `view` may take; infinite for no limit."""
 
+    def shared_limit_s(self, cost_model: CostModel) -> float:
+        """How long a step of tenants with many requests may take while others may send one;
+        infinite for no limit.
+        """
+
     def least_prefill(self, view: StepView) -> StepLoad:
         """What prefill gets even in a step that is too long with it."""
 
@@ -120,6 +125,10 @@ class _Continuous:
         self.order = order
 
     def step_limit_s(self, view: StepView, cost_model: CostModel) -> float:
+        """There is none."""
+        return math.inf
+
+    def shared_limit_s(self, cost_model: CostModel) -> float:
         """There is none."""
         return math.inf
 
@@ -149,9 +158,10 @@ class MixedPolicy(_Continuous):
     chunks that just fit would make prefill many times slower for hardly shorter gaps between
     tokens. A step without decode rows delays no token: its prefill gets all tokens.
 
-    While tenants share the device, prompts of one that has many leave steps short for the request
-    of another one that comes next: no longer than `shared_steps` steps of one row. With five that
-    leaves four fifths of the throughput, since longer steps gain no more than their fixed cost.
+    While tenants share the device, rows and prompts of one that has many leave steps short for the
+    request of another one that comes next: no longer than `shared_steps` steps of one row. With
+    five that leaves four fifths of the throughput, since longer steps gain no more than their fixed
+    cost.
     """
 
     phases = (Phase.DECODE, Phase.PREFILL)
@@ -172,12 +182,15 @@ class MixedPolicy(_Continuous):
 
     def step_limit_s(self, view: StepView, cost_model: CostModel) -> float:
         """The target, or a multiple of the time of the decode rows."""
-        target_s = self._inter_token_target_s
-        if view.is_crowding:
-            target_s = min(target_s, self._shared_steps * cost_model.seconds(_ONE_ROW))
+        shared_s = self.shared_limit_s(cost_model) if view.is_crowding else math.inf
         if not view.decode.num_rows:
-            return target_s if view.is_crowding else math.inf
+            return shared_s
+        target_s = min(self._inter_token_target_s, shared_s)
         return max(target_s, self._least_stretch * cost_model.seconds(view.decode))
+
+    def shared_limit_s(self, cost_model: CostModel) -> float:
+        """So many steps of one row."""
+        return self._shared_steps * cost_model.seconds(_ONE_ROW)
 
     def least_prefill(self, view: StepView) -> StepLoad:
         """The least chunk of the next prompt."""

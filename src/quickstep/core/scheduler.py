@@ -259,7 +259,7 @@ class Scheduler:
         """Add a row for each running sequence that has its prompt; those of tenants which hold more
         than their part come last.
         """
-        turn = self._budget.decode_turn()
+        turn = self._budget.decode_turn(draft, now)
         sequences, over_share, max_rows = turn.sequences, turn.over_share, turn.max_rows
         num_drafts = self._budget.of_drafts(
             draft, sequences, over_share, budget, self._in_flight.next_id, now

@@ -116,6 +116,8 @@ class StepDraft(msgspec.Struct):
         setup_us: What setting up the admitted sequences costs.
         limit_s: How long the step may take, if rows above their tenant's part are in it.
         crowded_limit_s: The same, for prompts of tenants that have many; None if not known yet.
+        shared_limit_s: The same, where only tenants that have many are in it, while others may
+            send a request; None if nobody does.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
         min_prefill: Tokens that drafts have left for prefill.
         may_speculate: Whether a row is of a request that allows drafts.
@@ -131,6 +133,7 @@ class StepDraft(msgspec.Struct):
     num_preemptions: int = 0
     limit_s: float | None = None
     crowded_limit_s: float | None = None
+    shared_limit_s: float | None = None
     prefill_may_wait: bool = False
     min_prefill: int = 0
     may_speculate: bool = False

@@ -8,6 +8,7 @@ of the batch come last and only while the step stays short enough for the rows o
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -64,7 +65,8 @@ class StepBudget:
         self._waiting = waiting
         self._batch = batch
         self._fits = fits
-        self._is_turn_of_prefill = False  # of the tenants above their part of the batch
+        # of the tenants above their part of the batch: what prompts had more than rows
+        self._prompts_ahead_s = 0.0
 
     def of_phase(self, phase: Phase, draft: StepDraft, now: float) -> int:
         """The tokens of a phase."""
@@ -115,7 +117,7 @@ class StepBudget:
         """When the policy wants another plan without an event."""
         return self._policy.wakeup(self._view(StepDraft(0), now))
 
-    def decode_turn(self) -> DecodeTurn:
+    def decode_turn(self, draft: StepDraft, now: float) -> DecodeTurn:
         """The running sequences that may decode in the next step: all, or where stages compute as
         many steps at the same time, the turn of this one.
         """
@@ -123,6 +125,10 @@ class StepBudget:
         over_share = self._order.over_share(sequences) if self._order.takes_turns else []
         if self._num_stages > 1:
             sequences, max_rows = turn_of_stage(sequences, self._num_stages)
+        if not self._complete_prompts and self._order.is_shared(now):
+            draft.shared_limit_s = self._policy.shared_limit_s(self._cost_model)
+            if not over_share and not self._fits_shared_limit(draft, sequences, now):
+                over_share = [one for one in sequences if self._order.is_crowding(one.request)]
         if not over_share:
             return DecodeTurn(sequences, over_share, max_rows)
         names = {sequence.sequence_id for sequence in over_share}
@@ -130,6 +136,15 @@ class StepBudget:
             over_share = [sequence for sequence in sequences if sequence.sequence_id in names]
         first = [sequence for sequence in sequences if sequence.sequence_id not in names]
         return DecodeTurn(first, over_share, max_rows)
+
+    def _fits_shared_limit(
+        self, draft: StepDraft, sequences: Iterable[Sequence], now: float
+    ) -> bool:
+        """Whether a step has time for the rows of all sequences and the least part of a prompt."""
+        load = _plain_load(one for one in sequences if one.can_decode)
+        if self._batch.prompts or self._waiting.head is not None:
+            load += self._policy.least_prefill(self._view(draft, now))
+        return self._cost_model.seconds(load) <= (draft.shared_limit_s or math.inf)
 
     def _is_crowding(self, sequence: Sequence | None, now: float) -> bool:
         """Whether the prompt of a sequence, or else the next one, is of a tenant that leaves others
@@ -147,10 +162,13 @@ class StepBudget:
         """How long the step may take with prompts of tenants that have many, if one of its rows,
         also of a prompt, is of a tenant with less than its part of requests; infinite if none is.
         """
-        for entry in (*draft.decode, *draft.prefill):
-            if not self._order.is_crowding(entry.sequence.request):
-                load = draft.decode_load + draft.prefill_load
-                return _SHARED_STRETCH * self._cost_model.seconds(load)
+        of_others = [
+            entry.load
+            for entry in (*draft.decode, *draft.prefill)
+            if not self._order.is_crowding(entry.sequence.request)
+        ]
+        if of_others:
+            return _SHARED_STRETCH * self._cost_model.seconds(StepLoad.total(of_others))
         return math.inf
 
     # -- drafts -----------------------------------------------------------------------------------
@@ -182,10 +200,25 @@ class StepBudget:
             most = max(budget - len(rows), least)
             draft.min_prefill = self._prefill_next_to(draft, rows, most, now)
         spare = budget - len(rows) - draft.min_prefill
+        if draft.shared_limit_s is not None and not over_share:
+            spare = min(spare, self._drafts_in_time(draft, rows, draft.shared_limit_s))
         wanting = [
             sequence for sequence in sequences if sequence.drafts.token_ids and sequence.can_decode
         ]
         return divide(wanting, spare, step_id)
+
+    def _drafts_in_time(self, draft: StepDraft, rows: list[Sequence], limit_s: float) -> int:
+        """How many drafts a step with these rows has time for."""
+        load = draft.decode_load + _plain_load(rows)
+        if draft.min_prefill:
+            load += StepLoad.of_span(self._batch.prefill_start or 0, draft.min_prefill)
+        most = sum(len(row.drafts.token_ids) for row in rows)
+
+        def seconds(num_drafts: int) -> float:
+            drafts = StepLoad.of_span(0, num_drafts, num_logits_rows=num_drafts)
+            return self._cost_model.seconds(load + drafts)
+
+        return bisect_right(range(1, most + 1), limit_s, key=seconds)
 
     def _prefill_next_to(
         self, draft: StepDraft, rows: list[Sequence], most: int, now: float
@@ -194,9 +227,7 @@ class StepBudget:
         start, head = self._batch.prefill_start, self._waiting.head
         if start is None and head is None:  # the usual case
             return 0
-        load = draft.decode_load
-        for row in rows:
-            load += StepLoad.of_span(row.residency.planned, 1, num_logits_rows=1)
+        load = draft.decode_load + _plain_load(rows)
         view = replace(self._view(draft, now, start), decode=load, num_tokens_left=most)
         num_tokens = sum(sequence.num_prefill_left for sequence in self._batch.prefilling)
         if head is not None and not head.num_pending and self._policy.may_admit(view):
@@ -210,24 +241,29 @@ class StepBudget:
     def limit_over_share(
         self, draft: StepDraft, over_share: SequenceOf[Sequence], now: float
     ) -> StepLoad:
-        """Limit the time of a step that has rows, before those above their tenant's part are added.
+        """Limit the time of a step before rows above their tenant's part are added: by the rows
+        that it has, or without any, so that it is short for a request that comes.
 
         Returns the prefill that the step must have time for before these: that of other tenants.
         The prefill of the same tenants takes turns with their rows, because the least chunk and
         those rows in one step would delay the rows of the others twice.
         """
-        if not draft.decode_load.num_rows:
-            return StepLoad()
         view = self._view(draft, now)
-        plain = StepLoad.total(
-            [StepLoad.of_span(entry.row.start, 1, num_logits_rows=1) for entry in draft.decode]
-        )
-        plain_s = self._cost_model.seconds(plain)
-        limit_s = self._policy.step_limit_s(replace(view, decode=plain), self._cost_model)
-        if self._order.is_shared(now):
-            limit_s = min(limit_s, _SHARED_STRETCH * plain_s)
-        # drafts delay nobody
-        draft.limit_s = limit_s + self._cost_model.seconds(draft.decode_load) - plain_s
+        if draft.decode_load.num_rows:
+            plain = StepLoad.total(
+                [StepLoad.of_span(entry.row.start, 1, num_logits_rows=1) for entry in draft.decode]
+            )
+            plain_s = self._cost_model.seconds(plain)
+            limit_s = self._policy.step_limit_s(replace(view, decode=plain), self._cost_model)
+            if self._order.is_shared(now):
+                limit_s = min(limit_s, _SHARED_STRETCH * plain_s)
+            # drafts delay nobody
+            draft.limit_s = limit_s + self._cost_model.seconds(draft.decode_load) - plain_s
+            spare_s = limit_s - plain_s
+        elif draft.shared_limit_s is not None:
+            spare_s = draft.shared_limit_s
+        else:
+            return StepLoad()
         prompts = list(self._batch.prefilling)
         if self._waiting.head is not None:
             prompts.append(self._waiting.head)
@@ -235,17 +271,46 @@ class StepBudget:
             return StepLoad()
         queue_of = self._order.queue_of
         first = queue_of(min(prompts, key=self._order.key).request)
-        if first in {queue_of(sequence.request) for sequence in over_share}:
-            self._is_turn_of_prefill = not self._is_turn_of_prefill
-            draft.prefill_may_wait = not self._is_turn_of_prefill
-        return StepLoad() if draft.prefill_may_wait else self._policy.least_prefill(view)
+        if first not in {queue_of(sequence.request) for sequence in over_share}:
+            return self._policy.least_prefill(view)
+        chunk = self._policy.least_prefill(view)
+        if not draft.decode_load.num_rows:
+            chunk = self._prompts_in_time(view, draft.shared_limit_s)
+        draft.prefill_may_wait = not self._is_turn_of_prompts(draft.decode_load, chunk, spare_s)
+        return StepLoad() if draft.prefill_may_wait else chunk
+
+    def _is_turn_of_prompts(self, rows: StepLoad, chunk: StepLoad, spare_s: float) -> bool:
+        """Whether a step has a chunk of prompts next to `rows`, in place of other rows that have
+        `spare_s` otherwise, so that both get the same time.
+        """
+        chunk_s = self._cost_model.seconds(rows + chunk)
+        chunk_s -= self._cost_model.seconds(rows) if rows.num_rows else 0.0
+        is_turn = self._prompts_ahead_s <= 0.0
+        gain_s = chunk_s - max(0.0, spare_s - chunk_s) if is_turn else -spare_s
+        self._prompts_ahead_s = max(-spare_s, self._prompts_ahead_s + gain_s)
+        return is_turn
+
+    def _prompts_in_time(self, view: StepView, limit_s: float | None) -> StepLoad:
+        """The prompts that run or wait, as far as a step without other rows has time for them."""
+        num_tokens = sum(prompt.num_prefill_left for prompt in self._batch.prefilling)
+        head = self._waiting.head
+        if head is not None and not head.num_pending and self._fits(head):
+            num_tokens += self._waiting.num_served * len(head.token_ids)
+        if not num_tokens:
+            return StepLoad()
+        view = replace(view, decode=StepLoad(), limit_s=limit_s, is_crowding=True)
+        most = self._policy.tokens(Phase.PREFILL, view, self._cost_model)
+        return view.chunk(min(num_tokens, most))
 
     def has_time_for(self, draft: StepDraft, sequence: Sequence, prefill: StepLoad) -> bool:
-        """Whether the step keeps its limit with a decode row of the sequence, and this prefill."""
-        if draft.limit_s is None or not sequence.can_decode:
+        """Whether the step keeps its limit with a decode row of the sequence, and this prefill. Its
+        first row may be longer.
+        """
+        limit_s = draft.shared_limit_s if draft.limit_s is None else draft.limit_s
+        if limit_s is None or not sequence.can_decode or not draft.decode_load.num_rows:
             return True
-        row = StepLoad.of_span(sequence.residency.planned, 1, num_logits_rows=1)
-        return self._cost_model.seconds(draft.decode_load + row + prefill) <= draft.limit_s
+        load = draft.decode_load + _plain_load([sequence]) + prefill
+        return self._cost_model.seconds(load) <= limit_s
 
     def _view(
         self,
@@ -265,7 +330,8 @@ class StepBudget:
         if is_crowding and limit_s is None and (draft.decode or draft.prefill):
             if draft.crowded_limit_s is None:
                 draft.crowded_limit_s = self._crowded_limit_s(draft)
-            limit_s = draft.crowded_limit_s if draft.crowded_limit_s < math.inf else None
+            is_next_to_others = draft.crowded_limit_s < math.inf
+            limit_s = draft.crowded_limit_s if is_next_to_others else draft.shared_limit_s
         return StepView(
             now=now,
             decode=draft.decode_load,
@@ -280,6 +346,13 @@ class StepBudget:
             prefill_may_wait=draft.prefill_may_wait,
             is_crowding=is_crowding,
         )
+
+
+def _plain_load(sequences: Iterable[Sequence]) -> StepLoad:
+    """Of a decode row for each, without drafts."""
+    return StepLoad.total(
+        [StepLoad.of_span(one.residency.planned, 1, num_logits_rows=1) for one in sequences]
+    )
 
 
 def turn_of_stage(batch: Iterable[Sequence], num_stages: int) -> tuple[list[Sequence], int]:

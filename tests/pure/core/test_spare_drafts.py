@@ -6,9 +6,10 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.cost_model import LinearCostModel, StepLoad
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
@@ -108,6 +109,36 @@ def test_no_sequence_waits_for_more_steps_than_without_drafts(
     for name, steps in plain_longest.items():
         assert longest[name] <= max(1, steps), name
     assert num_drafts or num_rows >= num_tokens - 2
+
+
+@pytest.mark.parametrize("num_rows", [4, 8, 16])
+def test_drafts_and_rows_leave_steps_short_while_others_may_come(num_rows: int) -> None:
+    """A step takes as long as five of one row at most; 4 rows leave time for drafts, 16 for none,
+    and have a row in every third step at least.
+    """
+    config = config_of(8, 16, 2048, "fair")
+    costs = LinearCostModel(Coefficients(step_s=0.002, token_s=0.001))
+    pool = KVBlockPool(4000, 16, prefix_caching=False)
+    scheduler = Scheduler(config, pool, make_policy(config), costs)
+    scheduler.add(ask("other", 4, 1, "b"), 0.0)
+    for number in range(num_rows):
+        scheduler.add(ask(f"r{number}", 4, 2000, "a"), 0.0)
+    one_row = StepLoad.of_span(0, 1, num_logits_rows=1)
+    num_drafts, last = 0, dict[str, int]()
+    for step in range(100):
+        plan = scheduler.plan(0.01 * step)
+        assert plan is not None
+        num_steps = costs.seconds(StepLoad.of_plan(plan)) / costs.seconds(one_row)
+        result = replace(all_accepted(plan), seconds=0.002 + 0.001 * plan.num_tokens)
+        outcome = scheduler.commit(plan, result, 0.01 * step + 0.01)
+        if step > 20:
+            assert num_steps <= 5 + 1e-9
+            num_drafts += sum(row.num_drafts for row in plan.rows)
+        for output in outcome.outputs:
+            assert step - last.get(output.request_id, step) <= 3
+            last[output.request_id] = step
+    assert len(last) == num_rows + 1
+    assert bool(num_drafts) == (num_rows < 16)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5, 16])
