@@ -37,6 +37,7 @@ _FIRST_MEAN_OUTPUTS = 256.0
 _MEAN_GAIN = 0.05
 _EXPECTED_S = 1.0  # in which requests that follow an accepted one have to come
 _NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
+_MAX_GONE = 4  # an account's sequences that a published state may still have
 _MAX_LEVELS, _MAX_ACCOUNTS = 32, 8  # of priority and of the queue, in the published state
 
 
@@ -186,12 +187,13 @@ class AdmissionState(msgspec.Struct, frozen=True):
 
     def _check_share(self, request: Request, num_sequences: int) -> None:
         """Raise QueueFull if the account of a request is one of the largest, and its share of the
-        queue is used up.
+        queue is used up. An account with few sequences is left to the scheduler: they may have left
+        the queue since the state was published.
         """
         account = account_of(request)
         num_own = dict(self.accounts).get(account, 0)
         is_batch = request.request_class is RequestClass.BATCH
-        if self.max_waiting is None or is_batch or not account or not num_own:
+        if self.max_waiting is None or is_batch or not account or num_own <= _MAX_GONE:
             return
         most, num_held, weight = self.max_waiting, self.num_interactive, request.tenant_weight
         if not share_allows(most, num_held, num_own, num_sequences, weight):

@@ -202,6 +202,33 @@ def test_a_request_that_waits_for_its_client_holds_nothing_back(
     asyncio.run(run())
 
 
+def test_after_a_refusal_a_client_waits_for_its_next_turn_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quickstep.server.http.turns._REFUSED_S", 0.05)
+
+    async def run() -> None:
+        turns, begun = Turns(), list[str]()
+
+        async def request(client: str) -> None:
+            turn = await turns.take(client)
+            begun.append(client)
+            turn.refused()
+            turn.leave()  # as at its end
+
+        loop = asyncio.get_running_loop()
+        await request("b")
+        await request("a")
+        since_s = loop.time()
+        again = asyncio.create_task(request("a"))
+        await request("c")
+        await again
+        assert begun == ["b", "a", "c", "a"]
+        assert loop.time() - since_s >= 0.04
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
 def test_clients_take_turns_at_a_place_and_who_leaves_gives_it_on() -> None:
     order: list[str] = []
 

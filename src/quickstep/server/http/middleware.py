@@ -55,6 +55,7 @@ _ACCESS_LOG = logging.getLogger("quickstep.access")
 _REQUEST_ID_CHARS = 128
 _IGNORED_CHARS = 1024
 _MAX_REPORTED = 4096
+_REFUSED = (429, 503)  # for too many requests
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _BEARER = b"bearer "
 _PLAIN = (b"", b"identity", b"utf-8")  # the last is a charset, which clients confuse with it
@@ -133,6 +134,10 @@ class AccessMiddleware:
             return
         try:
             await self._app(scope, _Receive(scope, receive), send)
+        except RequestError as error:
+            if error.status in _REFUSED:
+                turn.refused()
+            raise
         finally:
             turn.leave()
 

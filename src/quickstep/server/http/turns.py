@@ -7,8 +7,9 @@ sent before; with them, for what other clients are owed (`core.owner_turns`). An
 waits for a step of each request that has begun, on the loop and in the threads of the lanes, which
 take the interpreter from the loop: so a client's next request begins when the server has done its
 work on the last one, and waits for the engine or has begun its response. A client with few requests
-waits for one of each other client. Turns cost some time per request, so there are none while only
-one client comes.
+waits for one of each other client. After a refusal for too many requests a client waits 5 ms for
+its next turn: one that sends again at once would keep the loop busy. Turns cost some time per
+request, so there are none while only one client comes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ _REMEMBERED_S = 10.0  # how long there are turns after two clients came
 # From bytes on a socket to a request that waits for its turn: they are read, and its task begins.
 _READING_RUNS = 4
 _IN_HAND_S = 0.05  # what takes longer waits for something, as for bytes of its client
+_REFUSED_S = 0.005  # so a client is refused 200 times a second at most while others come
 
 
 class Turn:
     """A request in hand: it has begun, and the server works on it, until it `leave`s: its response
-    starts, it waits for the engine, or it has taken too long to be at work.
+    starts, it waits for the engine, or it has taken too long to be at work. One that is refused
+    because its client has sent too many stays a while longer.
     """
 
     def __init__(self, turns: Turns, client: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,6 +45,13 @@ class Turn:
         if self._turns is not None:
             self._timer.cancel()
             self._turns.leave(self._client)
+            self._turns = None
+
+    def refused(self) -> None:
+        """Be out of hand a while from now; after that, or again, nothing."""
+        if self._turns is not None:
+            self._timer.cancel()
+            asyncio.get_running_loop().call_later(_REFUSED_S, self._turns.leave, self._client)
             self._turns = None
 
 
