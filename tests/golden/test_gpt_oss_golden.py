@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf_twins import write_twin
 from golden_cases import CASES, VOCAB, Case
 from golden_harness import NUM_NEW, PROMPT_LENS, assert_same_as_transformers, load, random_prompts
 from msgspec.structs import replace
+from mxfp4_checkpoint import GPT_OSS, edit_config, mxfp4_config, save_mxfp4
 from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
 from safetensors.torch import load_file, save_file
@@ -46,41 +46,7 @@ from quickstep.verify.checker import verify
 from quickstep.verify.report import VerifyOptions
 
 CPU = torch.device("cpu")
-GPT_OSS = next(case for case in CASES if case.name == "gpt-oss")
 GRANITE = next(case for case in CASES if case.name == "granite-swa")
-EXPERTS = ("gate_up_proj", "down_proj")
-UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-
-
-def save_mxfp4(path: Path, case: Case = GPT_OSS) -> transformers.PreTrainedModel:
-    """A checkpoint as OpenAI released it; gives what transformers makes of it, in float32."""
-    model = case.save(path).bfloat16()
-    model.save_pretrained(path)
-    rng = torch.Generator().manual_seed(7)
-    tensors = load_file(path / "model.safetensors")
-    whole = dict(tensors)
-    for layer, part in ((i, part) for i in range(3) for part in EXPERTS):
-        name = f"model.layers.{layer}.mlp.experts.{part}"
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = (experts, outputs, inputs // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=rng, dtype=torch.uint8)
-        scales = torch.randint(121, 125, shape, generator=rng, dtype=torch.uint8)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        whole[name] = convert_moe_packed_tensors(blocks, scales)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, quantization_config=mxfp4_config())
-    reference = transformers.GptOssForCausalLM(case.config())
-    reference.load_state_dict({name: tensor.float() for name, tensor in whole.items()})
-    return reference.float().eval()
-
-
-def mxfp4_config(**more: object) -> dict[str, object]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": UNCONVERTED} | more
-
-
-def edit_config(path: Path, **values: object) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values), encoding="utf-8")
 
 
 def edit_tensors(path: Path, **values: Tensor) -> None:
