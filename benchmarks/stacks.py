@@ -54,6 +54,18 @@ def random_rows(kind: str, shape: tuple[int, int]) -> np.ndarray:
     return blocks
 
 
+def copies(make: Callable[[], LinearWeight]) -> list[LinearWeight]:
+    """A weight, as often as it takes to be read from memory."""
+    first = make()
+    return [first, *(make() for _ in range(max(1, ROTATED_BYTES // first.nbytes)))]
+
+
+def activations(rows: int, num_inputs: int) -> HostTensor:
+    """[rows, num_inputs] in float32."""
+    values = np.random.default_rng(1).standard_normal((rows, num_inputs))
+    return HostTensor(values.astype(np.float32), FLOAT32)
+
+
 def both_forms(
     ops: OpTable, folder: Path, num_inputs: int, matrices: tuple[tuple[int, str], ...]
 ) -> list[list[LinearWeight]]:
@@ -70,25 +82,19 @@ def both_forms(
     assert isinstance(stacked, QuantizedWeight) and ops.load_linear is not None
     load = ops.load_linear
 
-    def copies(make: Callable[[], LinearWeight]) -> list[LinearWeight]:
-        first = make()
-        return [first, *(make() for _ in range(max(1, ROTATED_BYTES // first.nbytes)))]
-
     return [copies(lambda: load(stored, None)), copies(lambda: ops.pack_quantized(stacked, None))]
 
 
 def measured(
     ops: OpTable,
     forms: list[list[LinearWeight]],
-    rows: int,
+    x: HostTensor,
     rounds: int,
     clock: Callable[[], float],
 ) -> list[str]:
-    """Columns of a table: the least microseconds in one form and in several, and the ratios of the
-    rounds.
+    """Columns of a table: rows of `x`, the least microseconds of the second form and of the first,
+    and the ratios of the rounds.
     """
-    values = np.random.default_rng(1).standard_normal((rows, forms[0][0].num_inputs))
-    x = HostTensor(values.astype(np.float32), FLOAT32)
     for copies in forms:
         ops.linear(x, copies[0])
     start = clock()
@@ -107,7 +113,7 @@ def measured(
     ratios = [one / several for several, one in zip(*seconds, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     least = [f"{min(times) * 1e6:.0f}" for times in reversed(seconds)]
-    return [f"{rows}", *least, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+    return [f"{x.shape[0]}", *least, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
 
 
 def main() -> None:
@@ -132,7 +138,9 @@ def main() -> None:
                     forms = both_forms(ops, Path(folder), num_inputs, matrices)
                     held = [f"{32 * form[0].nbytes / num_weights:.1f}" for form in reversed(forms)]
                     for rows in options.rows:
-                        columns = measured(ops, forms, rows, options.rounds, clock)
+                        columns = measured(
+                            ops, forms, activations(rows, num_inputs), options.rounds, clock
+                        )
                         head = [name, ", ".join(held), isa, f"{threads}"]
                         print(f"| {' | '.join([*head, *columns])} |", flush=True)
 

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 26
+#define QS_ABI_VERSION 27
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -167,8 +167,8 @@ enum qs_scaled_kind {
   QS_ROWS_U8 = 64,           // bytes, in 32-bit words of 4 inputs
   QS_ROWS_I4 = 65,           // signed bytes from -8 to 7
   QS_ROWS_U4 = 66,           // half bytes, the low half first, in 32-bit words of 8 inputs
-  QS_ROWS_LEVELS = 67,       // half bytes, the low half first, each one of 16 quants of 8 bits
-  QS_ROWS_LEVELS_HIGH = 68,  // the same, the high half first
+  QS_ROWS_LEVELS = 67,       // half bytes, the low half first, each one of 16 quants of 6 bits
+  QS_ROWS_LEVELS_HIGH = 68,  // the same of 8 bits, the high half first
   QS_ROWS_E4M3 = 69,         // numbers in e4m3; of a matrix of floating point only
 };
 // Where a tensor has the elements of a row.
@@ -191,7 +191,7 @@ typedef struct qs_file_rows {
   const float* zeros;         // the same; null for the middle
   const int32_t* order;       // [k] the group of each input, null for groups in a row; such rows are
                               // rounded again to 8 bits, in groups of 32 where these divide k
-  const uint8_t* levels;      // [16] of QS_ROWS_LEVELS; of IQ1, IQ2 and IQ3 kinds the vectors of the
+  const uint8_t* levels;      // [16] of both kinds of levels; of IQ1, IQ2 and IQ3 kinds the vectors of the
                               // grid: 8 inputs each, 4 of IQ3
   double factor;              // of a kind of blocks: its scales are multiplied by it
   const uint8_t* content;     // the library's own; null

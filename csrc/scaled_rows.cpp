@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kReadBytes = 1 << 20;
 constexpr int64_t kAwqRows = 8;  // of a word
+constexpr int kNumLevels = 16;
 // Where a word of AWQ has the half byte of its row 0, 1, ...
 constexpr int kAwqPlaces[kAwqRows] = {0, 4, 1, 5, 2, 6, 3, 7};
 
@@ -23,7 +24,7 @@ constexpr RowKind kScaled[] = {
     {8, 0, false, 4, 4, false},  // U8
     {4, 0, false, 1, 1, false},  // I4
     {4, 0, false, 8, 4, false},  // U4
-    {8, 0, false, 2, 1, false},  // LEVELS
+    {6, 0, false, 2, 1, false},  // LEVELS
     {8, 0, false, 2, 1, false},  // LEVELS_HIGH
     {0, 0, false, 1, 1, false},  // E4M3
 };
@@ -65,6 +66,14 @@ void quants_of(const qs_file_rows& part, const uint8_t* row, RowRange inputs, ui
     default:
       for (int64_t i = 0; i < count; ++i) out[i] = part.levels[halves[i / 2] >> (4 - i % 2 * 4) & 15];
   }
+}
+
+bool levels_fit(const qs_file_rows& part) {
+  const int largest = (1 << row_kind(part.kind)->bits) - 1;
+  for (int i = 0; i < kNumLevels; ++i) {
+    if (part.levels[i] > largest) return false;
+  }
+  return true;
 }
 
 int64_t requantized_groups(int64_t k) {
@@ -206,7 +215,7 @@ bool has_wide_scales(const qs_file_rows& part) {
 bool valid_scaled(const qs_file_rows& part, int64_t k) {
   const bool has_levels = part.kind == QS_ROWS_LEVELS || part.kind == QS_ROWS_LEVELS_HIGH;
   if (part.scales == nullptr || part.num_groups < 1 || k % part.num_groups != 0) return false;
-  if (has_levels && (k % 2 != 0 || part.levels == nullptr)) return false;
+  if (has_levels && (k % 2 != 0 || part.levels == nullptr || !levels_fit(part))) return false;
   for (int64_t i = 0; part.order != nullptr && i < k; ++i) {
     if (part.order[i] < 0 || part.order[i] >= part.num_groups) return false;
   }

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from gguf import GGMLQuantizationType as Kind
+from gguf_twins import write_twin
 from golden_cases import CASES, VOCAB, Case
-from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from golden_harness import NUM_NEW, PROMPT_LENS, assert_same_as_transformers, load, random_prompts
 from msgspec.structs import replace
+from mxfp4_checkpoint import GPT_OSS, edit_config, mxfp4_config, save_mxfp4
 from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
 from safetensors.torch import load_file, save_file
@@ -20,66 +22,51 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quickstep.cli.main import main
-from quickstep.config import LoadConfig
+from quickstep.config import CacheConfig, EngineConfig, LoadConfig
+from quickstep.engine.assembly import load_weights
+from quickstep.engine.memory_plan import expected_plan
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import open_tensor_file
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_weights import MoEWeights
 from quickstep.model.formats.fused_experts import FusedExperts
 from quickstep.model.formats.fused_experts_source import FusedExpertsSource
 from quickstep.model.interface import Model
-from quickstep.model.loader import load_model, reason_for_torch
+from quickstep.model.loader import load_model, quantized_weight_bytes, reason_for_torch
+from quickstep.model.quantization import MatrixFormat
 from quickstep.model.sizing import weight_bytes
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import load_native
+from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.weights import LinearWeight
 from quickstep.verify.checker import verify
 from quickstep.verify.report import VerifyOptions
 
 CPU = torch.device("cpu")
-GPT_OSS = next(case for case in CASES if case.name == "gpt-oss")
 GRANITE = next(case for case in CASES if case.name == "granite-swa")
-EXPERTS = ("gate_up_proj", "down_proj")
-UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-
-
-def save_mxfp4(path: Path, case: Case = GPT_OSS) -> transformers.PreTrainedModel:
-    """A checkpoint as OpenAI released it; gives what transformers makes of it, in float32."""
-    model = case.save(path).bfloat16()
-    model.save_pretrained(path)
-    rng = torch.Generator().manual_seed(7)
-    tensors = load_file(path / "model.safetensors")
-    whole = dict(tensors)
-    for layer, part in ((i, part) for i in range(3) for part in EXPERTS):
-        name = f"model.layers.{layer}.mlp.experts.{part}"
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = (experts, outputs, inputs // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=rng, dtype=torch.uint8)
-        scales = torch.randint(121, 125, shape, generator=rng, dtype=torch.uint8)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        whole[name] = convert_moe_packed_tensors(blocks, scales)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, quantization_config=mxfp4_config())
-    reference = transformers.GptOssForCausalLM(case.config())
-    reference.load_state_dict({name: tensor.float() for name, tensor in whole.items()})
-    return reference.float().eval()
-
-
-def mxfp4_config(**more: object) -> dict[str, object]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": UNCONVERTED} | more
-
-
-def edit_config(path: Path, **values: object) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values), encoding="utf-8")
 
 
 def edit_tensors(path: Path, **values: Tensor) -> None:
     file = path / "model.safetensors"
     save_file(load_file(file) | values, file, metadata={"format": "pt"})
+
+
+def weights_of(path: Path, *, natively: bool = True) -> int | None:
+    """Bytes that the plan has for the weights of a checkpoint, in bfloat16."""
+    return quantized_weight_bytes(path, read_spec(path), None, 2, natively=natively)
+
+
+def matrices_of(model: Model) -> list[LinearWeight]:
+    """Those of all experts."""
+    assert isinstance(model, Decoder)
+    found = []
+    for layer in model.weights.layers:
+        assert isinstance(layer.mlp, MoEWeights)
+        found += [*layer.mlp.experts.gate_up, *layer.mlp.experts.down_proj]
+    return found
 
 
 def logits(model: Model) -> Tensor:
@@ -89,7 +76,7 @@ def logits(model: Model) -> Tensor:
 
 def test_an_mxfp4_checkpoint_equals_what_transformers_unpacks(tmp_path: Path) -> None:
     reference = save_mxfp4(tmp_path)
-    model = load(tmp_path, dtype="float32")
+    model = load(tmp_path, dtype="float32", ops=reference_ops())
     assert_same_as_transformers(model, reference, random_prompts(PROMPT_LENS, VOCAB))
     assert any("MXFP4" in note for note in read_spec(tmp_path).notes)
     assert load(tmp_path).kv_layout.dtype is torch.bfloat16
@@ -110,20 +97,86 @@ def test_every_code_and_scale_of_mxfp4_has_the_value_that_transformers_gives_it(
         source = FusedExpertsSource(reader, FusedExperts("e", "gate_up", 1, True))
         names = ("l.e.0.down.weight",)
         assert torch.equal(source.linear(names), expected)
-        stored = source.stored(names)
-        assert stored is not None
-        loaded = ops.embedding(torch.tensor([0]), ops.load_linear(stored, None), torch.bfloat16)
-        assert torch.equal(loaded, expected)
+        for floating in (False, True):
+            stored = source.stored(names, floating=floating)
+            assert stored is not None and stored.is_quantized is not floating
+            loaded = ops.load_linear(stored, None)
+            found = ops.embedding(torch.tensor([0]), loaded, torch.bfloat16)
+            assert torch.equal(found, expected)
+
+
+def test_experts_in_6_bits_have_the_values_that_transformers_unpacks(tmp_path: Path) -> None:
+    reference, ops = save_mxfp4(tmp_path), load_native(1)
+    assert ops is not None
+    loaded = iter(matrices_of(load(tmp_path, ops=ops)))
+    for layer in reference.model.layers:
+        gate_ups = layer.mlp.experts.gate_up_proj.transpose(1, 2)
+        downs = layer.mlp.experts.down_proj.transpose(1, 2)
+        gates_first = torch.cat((gate_ups[:, 0::2], gate_ups[:, 1::2]), 1)
+        for expected in (*gates_first, *downs):
+            weight = next(loaded)
+            rows = torch.arange(weight.num_outputs)
+            assert torch.equal(ops.embedding(rows, weight, torch.float32), expected.detach())
+            biases = 4 * weight.num_outputs
+            assert weight.nbytes == expected.numel() * 26 // 32 + biases  # scales in float16
+    assert next(loaded, None) is None
 
 
 def test_mxfp4_is_planned_as_it_is_held(tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
     spec = read_spec(tmp_path)
-    weights = open_weights(tmp_path, spec)
-    weights.check()
-    assert weights.held_bytes(2, natively=True) == weight_bytes(spec, 2)
-    stored = sum(tensor.nbytes for tensor in weights.files.tensors.values())
-    assert stored < weights.held_bytes(2, natively=True) / 2
+    in_16_bits, held = weight_bytes(spec, 2), weights_of(tmp_path)
+    assert held is not None and held < in_16_bits
+    num_experts, (hidden, width) = 3 * 5, (64, 96)
+    assert (spec.hidden_size, spec.moe and spec.moe.intermediate_size) == (hidden, width)
+    of_expert = MatrixFormat(6, 32, wide_scales=True)
+    planned = of_expert.num_bytes((2 * width, hidden)) + of_expert.num_bytes((hidden, width))
+    assert in_16_bits - held == num_experts * (2 * 3 * width * hidden - planned)
+    assert weights_of(tmp_path, natively=False) is None  # torch's ops have the model's dtype
+    for quantization in ("int4", "fp8"):
+        assert quantized_weight_bytes(tmp_path, spec, quantization, 2, natively=True) is None
+    matrices = matrices_of(load(tmp_path, ops=load_native(1)))
+    biases = num_experts * 4 * (2 * width + hidden)
+    taken = sum(matrix.nbytes for matrix in matrices)
+    assert 0.9 * num_experts * planned < taken <= num_experts * planned + biases
+
+
+def test_the_engines_plan_of_mxfp4_is_that_of_its_headers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_mxfp4(tmp_path)
+    options = LoadConfig(str(tmp_path), device="cpu", dtype="bfloat16")
+    config = EngineConfig(options, CacheConfig(num_blocks=32), memory_bytes=1 << 30)
+    held = load_weights(config, None).plan
+    assert expected_plan(config) == held
+    weights = {row.label: row.num_bytes for row in held.rows}["weights"]
+    assert weights == weights_of(tmp_path)
+    plan_json = ["plan", str(tmp_path), "--input", "20", "--output", "20", "--json"]
+    main([*plan_json, "--hardware", "xeon-8480"])
+    rows = json.loads(capsys.readouterr().out)["memory"]
+    assert weights in [row["num_bytes"] for row in rows if row["label"] == "weights"]
+
+
+def test_mxfp4_answers_as_the_same_weights_in_gguf(tmp_path: Path) -> None:
+    reference = save_mxfp4(tmp_path / "packed")
+    reference.save_pretrained(tmp_path / "unpacked")
+    section = {
+        ".expert_feed_forward_length": 96,
+        ".rope.scaling.type": "yarn",
+        ".rope.scaling.factor": 4.0,
+        ".rope.scaling.original_context_length": 64,
+    }
+    kinds = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), Kind.MXFP4)
+    twin = tmp_path / "twin.gguf"
+    write_twin(tmp_path / "unpacked", twin, "gpt-oss", section, paired=False, kinds=kinds)
+    prompts, ops = random_prompts(PROMPT_LENS, VOCAB), load_native(1)
+    rows = []
+    for path in (tmp_path / "packed", twin):
+        model = load(path, dtype="bfloat16", ops=ops)
+        rows.append(PagedDriver(model).generate(prompts, NUM_NEW, chunk=6))
+    for packed, of_twin in zip(*rows, strict=True):
+        assert packed.token_ids == of_twin.token_ids
+        assert torch.equal(torch.cat(packed.logits), torch.cat(of_twin.logits))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -244,15 +297,13 @@ def test_mxfp4_and_fused_experts_need_no_torch(tmp_path: Path) -> None:
         checkpoint = Checkpoint(path, "golden")
         model = load_model(checkpoint, spec, ops, options, on_host=True)
         by_torch = load_model(checkpoint, spec, replace(ops, load_linear=None), options)
-        assert isinstance(model, Decoder) and isinstance(by_torch, Decoder)
-        for layer, expected in zip(model.weights.layers, by_torch.weights.layers, strict=True):
-            assert isinstance(layer.mlp, MoEWeights) and isinstance(expected.mlp, MoEWeights)
-            loaded, packed = layer.mlp.experts, expected.mlp.experts
-            for one, other in (
-                *zip(loaded.gate_up, packed.gate_up, strict=True),
-                *zip(loaded.down_proj, packed.down_proj, strict=True),
-            ):
-                x = torch.randn(2, one.num_inputs).to(torch.bfloat16)
+        for one, other in zip(matrices_of(model), matrices_of(by_torch), strict=True):
+            x = torch.randn(2, one.num_inputs).to(torch.bfloat16)
+            if save is save_mxfp4:  # one in quantized values, of which torch makes the same weights
+                rows = torch.arange(one.num_outputs)
+                weights = [ops.embedding(rows, weight, torch.bfloat16) for weight in (one, other)]
+                assert torch.equal(*weights)
+            else:
                 assert torch.equal(ops.linear(x, one), ops.linear(x, other))
 
 

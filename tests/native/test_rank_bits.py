@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from golden_cases import CASES, Case
 from golden_harness import PROMPT_LENS, random_prompts
+from mxfp4_checkpoint import save_mxfp4
 from paged_driver import PagedDriver
 from rank_threads import run_ranks
 
@@ -193,3 +194,12 @@ def test_every_format(quantization: str, tmp_path: Path) -> None:
     Case("wide", "Llama", sizes).save(tmp_path)
     for dtype in ("float32", "bfloat16"):
         assert_same(tmp_path, LoadConfig(str(tmp_path), dtype=dtype, quantization=quantization))
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Of which a rank has rows of gates and of ups that the file has in turn."""
+    save_mxfp4(tmp_path)
+    for quantization in (None, "int8"):
+        assert_same(
+            tmp_path, LoadConfig(str(tmp_path), dtype="bfloat16", quantization=quantization)
+        )

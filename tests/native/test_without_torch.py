@@ -228,6 +228,7 @@ print(json.dumps([list(ids) for ids in found]))
 def test_files_of_every_format_run_where_torch_is_not_installed(tmp_path: Path) -> None:
     cases = ("awq-g32", "gptq4-g32", "gptq8-g64", "packed4-asymmetric", "w8a8", "naive4-g16")
     cases += ("float8-channel", "fp8-block", "bnb-int8", "gptq-act-order", "nf4-nested")
+    cases += ("modelopt-nvfp4", "packed-nvfp4")
     paths = [tmp_path / case for case in cases]
     for path, case in zip(paths, cases, strict=True):
         write_quantized(path, *(EXACT | ROUNDED_AGAIN)[case])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ CHOSEN = (
     "fp8-block",
     "bnb-int8",
     "nf4",
+    "modelopt-nvfp4",
 )
 
 
@@ -45,3 +47,18 @@ def test_products_of_a_format_are_those_of_the_reference(case: str, tmp_path: Pa
     found = ops.linear(x, ops.pack_quantized(weight, None))
     expected = reference.linear(x, reference.pack_quantized(weight, None))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_values_of_6_bits_are_planned_in_the_bytes_that_they_take(tmp_path: Path) -> None:
+    write_quantized(tmp_path, *CASES["modelopt-nvfp4"])
+    (weights, source), ops = opened(tmp_path), load_triton(torch.device("cpu"))
+    assert ops is not None
+    held = 0
+    for name, shape in weights.shapes.items():
+        if "_proj.weight" in name:
+            weight = source.linear((name,))
+            assert isinstance(weight, QuantizedWeight) and weight.bits == 6
+            held += ops.pack_quantized(weight, None).nbytes
+        else:
+            held += 4 * math.prod(shape)
+    assert held == weights.held_bytes(4, natively=False)

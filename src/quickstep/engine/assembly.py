@@ -522,7 +522,8 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 some_tensors(rounded),
             )
         natively = ops.load_linear is not None
-        held_bytes = weights.quantized_bytes(dtype.itemsize, natively=natively)
+        sizes = dtype.itemsize, config.load.quantization
+        held_bytes = weights.quantized_bytes(*sizes, natively=natively)
         if weights.has_float8() and natively:
             _LOGGER.info(
                 "weights in e4m3 are held in %s, in %d bytes each: the native kernels multiply no "

@@ -225,7 +225,7 @@ def _load_model(
         if progress is not None:
             progress(num_bytes, total_bytes)
 
-    stored = _open_source(weights, *_places(dtype, device, on_host), report)
+    stored = _open_source(weights, *_places(dtype, device, on_host), load.quantization, report)
     if orders := row_orders(spec):
         stored = ReorderedRows(stored, orders)
     num_rows: NumRows | None = None
@@ -269,7 +269,7 @@ def open_part(
     """The tensors of a part of a checkpoint, in the dtype and at the place of a tensor of the model
     that is loaded already.
     """
-    stored = _open_source(weights, like.dtype, like.device, None)
+    stored = _open_source(weights, like.dtype, like.device, load.quantization, None)
     if orders := row_orders(weights.spec):
         stored = ReorderedRows(stored, orders)
     return quantizing(stored, load.quantization, weights.names, ops)
@@ -292,7 +292,7 @@ def without_layers(checkpoint: Checkpoint, model: Decoder, load: LoadConfig) -> 
             choose_device(load.device),
             choose_dtype(load.dtype, model.spec, weights.files),
         )
-        stored = _open_source(weights, *_places(dtype, device, on_host), None)
+        stored = _open_source(weights, *_places(dtype, device, on_host), load.quantization, None)
         source = quantizing(stored, load.quantization, weights.names, ops)
         outer = _Packing(model.spec, ops, source, Stage()).outer(weights.loaded_names())
     complete = DecoderWeights(outer[0], (), norm, outer[1])
@@ -344,23 +344,27 @@ def quantized_weight_bytes(
     """
     weights = open_weights(path, spec)
     check_requantization(weights, quantization)
-    return weights.quantized_bytes(dtype_bytes, natively=natively)
+    return weights.quantized_bytes(dtype_bytes, quantization, natively=natively)
 
 
 def _open_source(
     weights: CheckpointWeights,
     dtype: DType | torch.dtype,
     device: torch.device | Device,
+    quantization: str | None,
     progress: Progress | None,
 ) -> TensorSource:
-    """The tensors of the files, which the weights were checked against."""
+    """The tensors of the files, which the weights were checked against; `quantization` is what
+    `quantizing` will round them to.
+    """
     total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored)
     reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
     if weights.experts is not None:
         # Imported here: few checkpoints need it.
         from quickstep.model.formats.fused_experts_source import FusedExpertsSource
 
-        return FusedExpertsSource(reader, weights.experts)
+        is_rounded = quantization is not None
+        return FusedExpertsSource(reader, weights.experts, is_rounded=is_rounded)
     if weights.storage is None:
         return reader
     return open_quantized_reader(

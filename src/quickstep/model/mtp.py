@@ -253,9 +253,9 @@ def read_mtp_spec(
         weights, naming = _find(path, target)
     of_layer = {name: shape for name, shape in weights.shapes.items() if name not in naming.outer}
     decoder = layer_of_target(target)
-    if replace(weights, shapes=of_layer).quantized:
-        num_bytes = replace(weights, shapes=of_layer).held_bytes(dtype_bytes, natively=natively)
-    else:
+    held = replace(weights, shapes=of_layer)
+    num_bytes = held.quantized_bytes(dtype_bytes, quantization, natively=natively)
+    if num_bytes is None:
         num_bytes = tensor_bytes(weights.spec, of_layer.items(), dtype_bytes, quantization)
     decoder = replace(weights.spec, parameter_count=decoder.parameter_count)
     return MtpSpec(decoder, naming, num_bytes + _fixed_bytes(decoder, dtype_bytes))

@@ -182,8 +182,8 @@ class StoredRows(msgspec.Struct, frozen=True):
 
     Kinds whose scales are in other tensors have `scales`; their quantized values are signed bytes
     (`I8`, `I4`), bytes in words of 4 (`U8`), half bytes in words of 8 (`U4`), half bytes that name
-    one of 16 `levels` (`LEVELS`, or `LEVELS_HIGH` where the high half is first), or numbers
-    (`E4M3`).
+    one of 16 `levels` (`LEVELS` of 6 bits; `LEVELS_HIGH` of 8 bits, where the high half is first),
+    or numbers (`E4M3`).
 
     Attributes:
         kind: How they are stored; None for as the matrix.
@@ -197,7 +197,7 @@ class StoredRows(msgspec.Struct, frozen=True):
         zeros: The same shape; None for 2**(bits - 1).
         order: [C] int32, the group of each input; None for groups in a row. Rows whose groups are
             scattered are rounded again, to 8 bits.
-        levels: [16] uint8.
+        levels: [16] uint8, quantized values of the kind's bits.
         factor: Of a type of ggml's blocks: all its scales are multiplied by it.
     """
 

@@ -90,7 +90,7 @@ def test_a_plan_with_adapters_and_draft_models_is_the_engines(
     assert expected_plan(config) == engine.plan
 
 
-@pytest.fixture(params=["gguf", "awq-g32", "w8a8"])
+@pytest.fixture(params=["gguf", "awq-g32", "w8a8", "modelopt-nvfp4"])
 def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A checkpoint in quantized values."""
     if request.param == "gguf":

@@ -28,7 +28,10 @@ from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.weights import LinearWeight
 
 CASES = EXACT | ROUNDED_AGAIN
-SERVED = ("awq-g32", "gptq4-g32", "packed4-asymmetric", "w8a8", "nf4-nested", "bnb-int8")
+SERVED = (
+    *("awq-g32", "gptq4-g32", "packed4-asymmetric", "w8a8", "nf4-nested", "bnb-int8"),
+    "modelopt-nvfp4",
+)
 TOKENS = [(7 * i + 3) % 256 for i in range(24)]
 
 

@@ -51,6 +51,14 @@ def test_weights_are_those_of_the_formula(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found.dequantized(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("case", ["modelopt-nvfp4", "packed-nvfp4"])
+def test_nvfp4_keeps_the_bits_of_its_values_in_6_bits(case: str, tmp_path: Path) -> None:
+    meant = write_quantized(tmp_path, *EXACT[case])
+    for expected, found in matrices(tmp_path, meant):
+        assert (found.bits, found.group_size) == (6, 16)
+        assert torch.equal(found.dequantized(), expected)
+
+
 @pytest.mark.parametrize("case", ROUNDED_AGAIN)
 def test_what_even_groups_cannot_hold_is_rounded_to_eight_bits(case: str, tmp_path: Path) -> None:
     quantization, writer = ROUNDED_AGAIN[case]

@@ -124,20 +124,30 @@ class CheckpointWeights(msgspec.Struct, frozen=True, dict=True):
     @property
     def quantized(self) -> bool:
         """Whether any matrix is stored in quantized values."""
+        if self.experts is not None:
+            return any(self._form(name, shape) is not None for name, shape in self.shapes.items())
         storage = self.storage
         if storage is None:
             return False
         return any(storage.parts(name, shape) is not None for name, shape in self.shapes.items())
 
-    def quantized_bytes(self, dtype_bytes: int, *, natively: bool) -> int | None:
-        """`held_bytes`; None if no matrix is stored in quantized values."""
-        return self.held_bytes(dtype_bytes, natively=natively) if self.quantized else None
+    def quantized_bytes(
+        self, dtype_bytes: int, quantization: str | None, *, natively: bool
+    ) -> int | None:
+        """`held_bytes`; None if no matrix is held in the quantized values of the files: those of
+        MXFP4 are dequantized for torch's ops and rounded by `--quantization`.
+        """
+        are_kept = self.experts is None or (natively and quantization is None)
+        return (
+            self.held_bytes(dtype_bytes, natively=natively) if are_kept and self.quantized else None
+        )
 
     def held_bytes(self, dtype_bytes: int, *, natively: bool) -> int:
         """Bytes of the weights in memory, for a model's dtype of so many bytes.
 
         The native kernels hold numbers in e4m3 in that dtype, and the matrices of a stack in forms
-        of their own; torch's ops hold e4m3, and a stack in one form.
+        of their own. Torch's ops hold e4m3, a stack in one form, 6 bits in bytes, and experts in
+        MXFP4 in that dtype.
         """
         total = 0
         stacks: dict[str, list[str]] = {}
@@ -165,7 +175,9 @@ class CheckpointWeights(msgspec.Struct, frozen=True, dict=True):
 
     def _held_form(self, name: str, *, natively: bool) -> MatrixFormat | None:
         form = self._form(name, self.shapes[name])
-        return None if form is not None and form.is_float8 and natively else form
+        if form is None or (form.is_float8 if natively else self.experts is not None):
+            return None
+        return form if natively or form.bits != 6 else replace(form, bits=8)
 
     def _in_forms(self, names: Sequence[str]) -> Iterator[tuple[MatrixFormat, int]]:
         """The matrices of a stack, each with its outputs: tensors of one type and form that follow
@@ -305,6 +317,8 @@ class CheckpointWeights(msgspec.Struct, frozen=True, dict=True):
         )
 
     def _form(self, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+        if self.experts is not None:
+            return self.experts.form(name, shape)
         if self.storage is None or self.storage.parts(name, shape) is None:
             return None
         if name.endswith(f".{LATENT_HEADS}.weight"):

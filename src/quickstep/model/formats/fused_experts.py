@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import Shapes
 from quickstep.model.decoder_spec import STANDARD_NAMING, ModelSpec
+from quickstep.model.quantization import MatrixFormat
 
 _ONE_BY_ONE = STANDARD_NAMING.expert_parts
 _ALL = ("gate_up_proj", "gate_up_proj", "down_proj")
@@ -89,6 +90,14 @@ class FusedExperts(msgspec.Struct, frozen=True):
             f"{tensor.name}_blocks": (*scales, MXFP4_BLOCK // 2),
             f"{tensor.name}_scales": scales,
         }
+
+    def form(self, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+        """How the native kernels hold an expert's matrix in MXFP4; None for all other tensors."""
+        tensor = self.find(name)
+        if tensor is None or tensor.is_bias or not self.is_mxfp4:
+            return None
+        group_size = None if shape[1] == MXFP4_BLOCK else MXFP4_BLOCK
+        return MatrixFormat(6, group_size, wide_scales=True)
 
 
 def one_by_one(spec: ModelSpec) -> ModelSpec:

@@ -1,9 +1,10 @@
 """A `TensorSource` that reads experts one by one from tensors that hold all of a layer's experts.
 
 MXFP4 (OCP Microscaling Formats, 1.0): quantized values of 4 bits (e2m1, the low half of a byte
-first) times a power of two per 32 of them. The products are exact in bfloat16 and float32; in the
-model's dtype they are weights like others, so that `--quantization` may round them to quantized
-values. Levels are doubled, so that they are integers, and scales are halved.
+first) times a power of two per 32 of them. The native kernels hold them as they are, in 6 bits:
+levels are doubled, so that they are integers, and scales are halved. The products are exact in
+bfloat16 and float32; torch's ops get them in the model's dtype, and `--quantization` rounds them to
+its own quantized values.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ _NO_SCALE = 255
 
 
 class FusedExpertsSource:
-    """Reads by the architecture's names; all but experts as the files have it."""
+    """Reads by the architecture's names; all but experts as the files have it.
 
-    def __init__(self, reader: TensorReader, experts: FusedExperts) -> None:
+    `is_rounded`: the experts will be rounded to other quantized values than those of MXFP4.
+    """
+
+    def __init__(
+        self, reader: TensorReader, experts: FusedExperts, *, is_rounded: bool = False
+    ) -> None:
         self._reader = reader
         self._experts = experts
+        self._is_rounded = is_rounded
         self._layer = ""  # that biases are held of
         self._biases: dict[str, AnyTensor] = {}
 
@@ -69,7 +76,9 @@ class FusedExpertsSource:
         return self._reader.joined(parts)
 
     def stored(self, names: tuple[str, ...], *, floating: bool = False) -> StoredMatrix | None:
-        """A matrix in its files, to be converted to the model's dtype."""
+        """A matrix in its files, in MXFP4's quantized values or to be converted to the model's
+        dtype.
+        """
         found = [self._experts.find(name) for name in names]
         if all(expert is None for expert in found):
             return self._reader.stored(names, floating=floating)
@@ -77,6 +86,8 @@ class FusedExpertsSource:
         if kind is None:
             return None
         parts = [self._rows(expert) for expert in found if expert is not None]
+        if self._experts.is_mxfp4 and not (floating or self._is_rounded):
+            kind = "LEVELS"
         return StoredMatrix(kind, tuple(rows for rows, _ in parts), parts[0][1])
 
     def _rows(self, found: ExpertTensor) -> tuple[StoredRows, int]:

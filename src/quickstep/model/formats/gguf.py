@@ -2,10 +2,10 @@
 
 The layouts are those of ggml-quants.h; blocks become quantized values exactly, in the native
 kernels as they are loaded (`csrc/stored_rows.cpp`), elsewhere by `formats.gguf_blocks`. Types of up
-to 16 values in even steps become 4-bit quantized values, those of 5, 6 and 8 bits and those with
-uneven steps (IQ2, IQ3_XXS, IQ4, MXFP4, NVFP4) 8-bit ones. `w = scale * q + low` becomes `scale *
-(q - zero)` with zero = -low / scale; a group whose scale is 0 holds `low` everywhere, which is
-quantized value 0 at scale `low` and zero -1.
+to 16 values in even steps become 4-bit quantized values, those of 5 and 6 bits and of e2m1 (MXFP4,
+NVFP4) 6-bit ones, those of 8 bits and with other uneven steps (IQ2, IQ3_XXS, IQ4) 8-bit ones. `w =
+scale * q + low` becomes `scale * (q - zero)` with zero = -low / scale; a group whose scale is 0
+holds `low` everywhere, which is quantized value 0 at scale `low` and zero -1.
 
 For `llama` and others, llama.cpp stores queries and keys for rotation in pairs of neighbours; here
 a head's halves are rotated, so readers restore the order of rows (`gguf_paired_heads`).

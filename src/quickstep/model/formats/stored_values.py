@@ -22,6 +22,7 @@ _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INPUTS_PER_WORD = {"U8": 4, "U4": 8}
 _INPUTS_PER_BYTE = {"LEVELS": 2, "LEVELS_HIGH": 2}
+_BITS = {"U4": 4, "I4": 4, "LEVELS": 6}  # of the others 8
 
 
 def decode_rows(
@@ -40,8 +41,7 @@ def decode_rows(
     group_size = num_inputs // scales.shape[1]
     if rows.kind == "E4M3":
         return QuantizedWeight(values, scales, None, 8, group_size, is_float8=True)
-    bits = 4 if rows.kind in ("U4", "I4") else 8
-    weight = QuantizedWeight(values, scales, zeros, bits, group_size)
+    weight = QuantizedWeight(values, scales, zeros, _BITS.get(rows.kind, 8), group_size)
     return weight if rows.order is None else _requantized(weight, to_torch(rows.order))
 
 

@@ -287,7 +287,7 @@ _FORMS = {
 
 _LAYOUTS = {"rows": 0, "columns": 1, "awq": 2}  # qs_rows_layout
 # of kinds whose scales are in other tensors
-_BITS = {"I8": 8, "U8": 8, "I4": 4, "U4": 4, "LEVELS": 8, "LEVELS_HIGH": 8}
+_BITS = {"I8": 8, "U8": 8, "I4": 4, "U4": 4, "LEVELS": 6, "LEVELS_HIGH": 8}
 
 
 def _part_form(kind: str, part: StoredRows, num_inputs: int) -> _Form:
