@@ -166,6 +166,21 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
   add_tile_values<Form>(part, visible, buffers, width, state.out);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// As run_tile, with keys and values where they are. Every query sees the complete tile.
+template <typename Form>
+void run_tile_in_place(const Pass& pass, const Part& part, const InPlace& of, TileBuffers& buffers,
+                       SoftmaxState& state) {
+  multiply_in_place<Operand::kKeys>(of, part.first, part.last);
+  Span visible[kMaxQueries];
+  for (int i = part.first; i < part.last; ++i) visible[i] = {0, kTile};
+  softmax_rows<Form>(*pass.call, visible, part.first, part.last, buffers, of.size, state);
+  multiply_in_place<Operand::kValues>(of, part.first, part.last);
+}
+
+#endif
+
 Span span_of_split(Span seen, int64_t split) {
   return intersect(seen, {split * kSplit, (split + 1) * kSplit});
 }
@@ -197,8 +212,10 @@ void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split
   const Span span = span_of_split(seen, split);
   if (span.empty()) return;
   const int64_t width = Form::width(value_size(*pass.call));
+  [[maybe_unused]] Span seen_by_all = seen;
   for (int i = first; i < last; ++i) {
     state.max[i] = -__builtin_inff();
+    seen_by_all = intersect(seen_by_all, pass.queries[i].visible);
   }
   memset(state.sums + first * W, 0, (last - first) * W * sizeof(float));
   memset(state.out + first * width, 0, (last - first) * width * sizeof(float));
@@ -206,6 +223,17 @@ void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split
   typename LoaderOf<Form, KV>::Type loader(*pass.call, parts[0].row, span, after, buffers);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.move_to(begin);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (std::is_same_v<KV, bf16_pairs>) {
+      if (loader.is_in_place() && seen_by_all.begin <= begin && begin + kTile <= seen_by_all.end) {
+        for (int i = 0; i < num_parts; ++i) {
+          const InPlace of = loader.in_place(parts[i].kv_head, buffers, state.out);
+          run_tile_in_place<Form>(pass, parts[i], of, buffers, state);
+        }
+        continue;
+      }
+    }
+#endif
     for (int i = 0; i < num_parts; ++i) {
       loader.load_tile(parts[i].kv_head, buffers);
       run_tile<Form>(pass, parts[i], seen, begin, buffers, state);
