@@ -27,9 +27,9 @@ class PairLoader {
     clear_padding(buffers);
   }
 
-  // To the tile that begins at position `begin`.
+  // To the tile that begins at position `begin`; after the first, to the next one.
   void move_to(int64_t begin) {
-    tile_ = find_tile(span_, begin, 0);
+    tile_ = begin < span_.begin + kTile ? find_tile(span_, begin, 0) : ahead_;
     begin += kTile;
     const int64_t end = div_up(span_.end, kTile) * kTile;
     ahead_ = begin < end ? find_tile(span_, begin, 0)

@@ -168,15 +168,22 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
-// As run_tile, with keys and values where they are. Every query sees the complete tile.
+// As run_tile, of all heads, with keys and values where they are. Every query sees the complete tile.
 template <typename Form>
-void run_tile_in_place(const Pass& pass, const Part& part, const InPlace& of, TileBuffers& buffers,
-                       SoftmaxState& state) {
-  multiply_in_place<Operand::kKeys>(of, part.first, part.last);
+void run_tile_in_place(const Pass& pass, const Part* parts, int num_parts,
+                       const PairLoader<Form>& loader, TileBuffers& buffers, SoftmaxState& state) {
+  const int first = parts[0].first, last = parts[num_parts - 1].last;
+  InPlace of[kMaxHeadsTogether];
+  for (int i = 0; i < num_parts; ++i) {
+    of[i] = loader.in_place(parts[i].kv_head, buffers, state.out);
+    multiply_in_place<Operand::kKeys>(of[i], parts[i].first, parts[i].last);
+  }
   Span visible[kMaxQueries];
-  for (int i = part.first; i < part.last; ++i) visible[i] = {0, kTile};
-  softmax_rows<Form>(*pass.call, visible, part.first, part.last, buffers, of.size, state);
-  multiply_in_place<Operand::kValues>(of, part.first, part.last);
+  for (int i = first; i < last; ++i) visible[i] = {0, kTile};
+  softmax_rows<Form>(*pass.call, visible, first, last, buffers, of[0].size, state);
+  for (int i = 0; i < num_parts; ++i) {
+    multiply_in_place<Operand::kValues>(of[i], parts[i].first, parts[i].last);
+  }
 }
 
 #endif
@@ -226,10 +233,7 @@ void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if constexpr (std::is_same_v<KV, bf16_pairs>) {
       if (loader.is_in_place() && seen_by_all.begin <= begin && begin + kTile <= seen_by_all.end) {
-        for (int i = 0; i < num_parts; ++i) {
-          const InPlace of = loader.in_place(parts[i].kv_head, buffers, state.out);
-          run_tile_in_place<Form>(pass, parts[i], of, buffers, state);
-        }
+        run_tile_in_place<Form>(pass, parts, num_parts, loader, buffers, state);
         continue;
       }
     }
