@@ -2,6 +2,7 @@
 // they are of floats, 16 positions at a time.
 #pragma once
 
+#include "kernels/attention_in_place.h"
 #include "kernels/attention_loader.h"
 #include "kv_pairs.h"
 
@@ -26,14 +27,28 @@ class PairLoader {
     clear_padding(buffers);
   }
 
-  // To the tile that begins at position `begin`.
+  // To the tile that begins at position `begin`; after the first, to the next one.
   void move_to(int64_t begin) {
-    tile_ = find_tile(span_, begin, 0);
+    tile_ = begin < span_.begin + kTile ? find_tile(span_, begin, 0) : ahead_;
     begin += kTile;
     const int64_t end = div_up(span_.end, kTile) * kTile;
     ahead_ = begin < end ? find_tile(span_, begin, 0)
                          : find_tile(next_.span, next_.span.begin / kTile * kTile, next_.head_shift);
   }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Whether all of the tile's positions are in the row's blocks, and products can read them there.
+  bool is_in_place() const {
+    return tile_.local.begin == 0 && tile_.local.end == kTile && tile_.tail_begin >= kTile &&
+           places_.head_size % kPairPositions == 0;
+  }
+
+  // Of such a tile, the operands of a head's products.
+  InPlace in_place(int64_t kv_head, TileBuffers& buffers, float* out) const {
+    return {places(tile_, kv_head), places(ahead_, kv_head), places_.head_size, places_.key_stride(),
+            buffers.queries,        buffers.scores,          out};
+  }
+#endif
 
   // The tile's keys and values of a head.
   void load_tile(int64_t kv_head, TileBuffers& buffers) {
@@ -62,6 +77,20 @@ class PairLoader {
     int64_t tail_begin;  // from it on they are at slots of their own
     int64_t keys[kChunks], values[kChunks];
   };
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Places that are not in the row's blocks are those of the present tile: they are only fetched.
+  TilePlaces places(const Tile& tile, int64_t kv_head) const {
+    const int64_t shift = kv_head * places_.head_elements();
+    TilePlaces places;
+    for (int64_t i = 0; i < kChunks; ++i) {
+      const Tile& known = tile.keys[i] == kNone ? tile_ : tile;
+      places.keys[i] = k_cache_ + known.keys[i] + shift;
+      places.values[i] = v_cache_ + known.values[i] + shift;
+    }
+    return places;
+  }
+#endif
 
   Tile find_tile(Span span, int64_t begin, int64_t head_shift) const {
     span = intersect(span, {begin, begin + kTile});

@@ -39,9 +39,12 @@ QS_INLINE vf vexp(vf x) {
   return times_power_of_two(p, n, shifted);
 }
 
-// 2^x for -160 <= x <= 126, exactly 1 at 0; relative error below 1.6e-7 where the result is normal,
-// 0 below -150. Cheaper than vexp: the argument needs no reducing.
-QS_INLINE vf vexp2(vf x) {
+// 2^x as p * 2^n: n is the nearest integer of x, `shifted` n + 1.5 * 2^23. p is 1 at n, and at least 1
+// above it.
+struct Exp2Parts {
+  vf p, n, shifted;
+};
+QS_INLINE Exp2Parts exp2_parts(vf x) {
   const vf magic = set1(0x1.8p23f);
   const vf shifted = x + magic;
   const vf n = shifted - magic;
@@ -51,14 +54,28 @@ QS_INLINE vf vexp2(vf x) {
   p = fma(r, p, set1(2.402224243e-1f));
   p = fma(r, p, set1(6.931470037e-1f));
   p = fma(r, p, set1(1.0f));
-  return times_power_of_two(p, n, shifted);
+  return {p, n, shifted};
+}
+
+// 2^x for -160 <= x <= 126, exactly 1 at 0; relative error below 1.6e-7 where the result is normal,
+// 0 below -150. Cheaper than vexp: the argument needs no reducing.
+QS_INLINE vf vexp2(vf x) {
+  const Exp2Parts of = exp2_parts(x);
+  return times_power_of_two(of.p, of.n, of.shifted);
 }
 
 // The same for x <= 0, but 0 below -126: vscalefps takes 60 ns instead of 1.2 for a result that is
-// not normal (Xeon with AMX), and masked scores are -inf.
+// not normal (Xeon with AMX), and masked scores are -inf. All others are normal (p >= 1 at -126), so
+// one factor is enough, and has the bits of two.
 QS_INLINE vf vexp2_nonpositive(vf x) {
   const vf least = set1(-126.0f);
-  return x < least ? vf{} : vexp2(vmax(least, x));
+  const Exp2Parts of = exp2_parts(vmax(least, x));
+#if defined(__AVX512F__)
+  const vf power = times_power_of_two(of.p, of.n, of.shifted);
+#else
+  const vf power = of.p * bit_cast<vf>((bit_cast<vi>(of.shifted) << 23) + 0x3f800000);
+#endif
+  return x < least ? vf{} : power;
 }
 
 // 1 / x of normal x up to 2^126; within 2^-22 of it where that is cheaper than a division.

@@ -43,6 +43,9 @@ SIZES = (
     ((6, 2, 80), 32),
     ((4, 2, 16), 16),
     ((2, 1, 320), 16),
+    ((1, 1, 64), 16),
+    ((6, 1, 128), 32),
+    ((8, 2, 256), 16),
 )
 PARAMS = {
     "complete": AttentionParams(0.2),
@@ -110,7 +113,7 @@ def test_attention_over_pairs_has_the_bits_of_attention_over_rows(
 
 
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("context_len", [5, 33, 700, 2100])
+@pytest.mark.parametrize("context_len", [5, 33, 700, 704, 706, 2100])
 def test_one_long_row_has_the_same_bits_with_its_last_positions_at_other_slots(
     context_len: int, name: str
 ) -> None:
