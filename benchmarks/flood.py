@@ -10,8 +10,9 @@ The flooding client is a process of a lower priority of the machine's (`nice`), 
 machines of its own. Both keys may use the operator's routes.
 
 A virtual machine loses its cores to others for 30 to 200 ms at a time, which would be counted as
-the server's: a phase that lost more than 20 ms is measured again, at most twice; what the phases
-that count have lost is printed as `stolen`, in milliseconds.
+the server's. So a phase is measured in parts of half a second, and a part that lost cores is
+measured again, up to twice the time of those that count; what these have lost is printed as
+`stolen`, in milliseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _PATIENCE_S = 60.0  # for one response
 _SETTLE_S = 30.0
 _NO_CONTENT = 204  # has no body and no length
 _RAMP_S = 0.3
-_MAX_STOLEN_S, _MAX_TRIES = 0.02, 3  # of a phase
+_PART_S = 0.5  # of a phase
+_MOST_DISCARDED = 2.0  # times what counts
 _NUM_WARM = 3
 _ARGUMENTS = (
     *("--max-num-seqs", "16", "--num-blocks", "2000", "--max-waiting", "256"),
@@ -222,30 +224,33 @@ class _Quiet:
         self._names = names
         self._result = result
 
-    def run(self, effort: Effort, part: float = 1.0) -> list[float]:
-        """Send a part of the requests; returns their times, in milliseconds."""
-        for _ in range(_MAX_TRIES):
-            before_s = stolen_s()
-            times_ms = uvloop.run(self._run(effort, part))
-            lost_s = stolen_s() - before_s
-            if lost_s <= _MAX_STOLEN_S:
-                break
-        self._result.stolen_s += lost_s
+    def run(self, effort: Effort, fraction: float = 1.0) -> list[float]:
+        """Send a fraction of the requests; returns their times, in milliseconds."""
+        least_s, least_num = effort.seconds * fraction, effort.num_requests * fraction
+        times_ms: list[float] = []
+        counted_s = discarded_s = 0.0
+        while counted_s < least_s or len(times_ms) < least_num:
+            since_s, stolen_before_s = time.monotonic(), stolen_s()
+            part_ms = uvloop.run(self._run(min(_PART_S, least_s)))
+            part_s, lost_s = time.monotonic() - since_s, stolen_s() - stolen_before_s
+            if len(self._result.failures) > _NUM_WARM:
+                return times_ms + part_ms
+            if lost_s and discarded_s < _MOST_DISCARDED * max(least_s, counted_s):
+                discarded_s += part_s
+                continue
+            times_ms += part_ms
+            counted_s += part_s
+            self._result.stolen_s += lost_s
         return times_ms
 
-    async def _run(self, effort: Effort, part: float) -> list[float]:
+    async def _run(self, seconds: float) -> list[float]:
         times_ms: list[float] = []
         connection = _Connection(self._address.hostname or "", self._address.port or 0)
         for _ in range(_NUM_WARM):
             await self._send(connection, [])
         since_s = time.monotonic()
-        while (
-            time.monotonic() - since_s < effort.seconds * part
-            or len(times_ms) < effort.num_requests * part
-        ):
+        while time.monotonic() - since_s < seconds and len(self._result.failures) <= _NUM_WARM:
             await self._send(connection, times_ms)
-            if len(self._result.failures) > _NUM_WARM:
-                break
         connection.close()
         return times_ms
 

@@ -2,7 +2,8 @@
 
 The policy decides, by its view of the queue and of the step so far. Two rules hold for all
 policies: drafts get what rows and prompts leave, and rows of tenants that hold more than their part
-of the batch come last and only while the step stays short enough for the rows of the others.
+of the batch come last and only while the step stays short enough for the rows of the others, or for
+a request that another tenant may send.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class DecodeTurn(msgspec.Struct, frozen=True):
 
     Attributes:
         sequences: Those that come first, by rank.
-        over_share: Those of tenants that hold more than their part of the batch.
+        over_share: Those of tenants that hold more than their part of the batch; without rows of
+            other tenants those of tenants with many requests, if they are too many for a step.
         max_rows: How many rows they may have.
     """
 
@@ -119,7 +121,8 @@ class StepBudget:
 
     def decode_turn(self, draft: StepDraft, now: float) -> DecodeTurn:
         """The running sequences that may decode in the next step: all, or where stages compute as
-        many steps at the same time, the turn of this one.
+        many steps at the same time, the turn of this one. While tenants share the device, the step
+        gets a limit.
         """
         sequences, max_rows = self._batch.ranked(), self._max_rows
         over_share = self._order.over_share(sequences) if self._order.takes_turns else []
