@@ -131,7 +131,7 @@ class StepBudget:
         if not self._complete_prompts and self._order.is_shared(now):
             draft.shared_limit_s = self._policy.shared_limit_s(self._cost_model)
             if not over_share and not self._fits_shared_limit(draft, sequences, now):
-                over_share = [one for one in sequences if self._order.is_crowding(one.request)]
+                over_share = [each for each in sequences if self._order.is_crowding(each.request)]
         if not over_share:
             return DecodeTurn(sequences, over_share, max_rows)
         names = {sequence.sequence_id for sequence in over_share}
@@ -144,7 +144,7 @@ class StepBudget:
         self, draft: StepDraft, sequences: Iterable[Sequence], now: float
     ) -> bool:
         """Whether a step has time for the rows of all sequences and the least part of a prompt."""
-        load = _plain_load(one for one in sequences if one.can_decode)
+        load = _plain_load(each for each in sequences if each.can_decode)
         if self._batch.prompts or self._waiting.head is not None:
             load += self._policy.least_prefill(self._view(draft, now))
         return self._cost_model.seconds(load) <= (draft.shared_limit_s or math.inf)
@@ -354,7 +354,7 @@ class StepBudget:
 def _plain_load(sequences: Iterable[Sequence]) -> StepLoad:
     """Of a decode row for each, without drafts."""
     return StepLoad.total(
-        [StepLoad.of_span(one.residency.planned, 1, num_logits_rows=1) for one in sequences]
+        [StepLoad.of_span(each.residency.planned, 1, num_logits_rows=1) for each in sequences]
     )
 
 
