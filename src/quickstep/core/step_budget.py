@@ -125,10 +125,11 @@ class StepBudget:
         gets a limit.
         """
         sequences, max_rows = self._batch.ranked(), self._max_rows
-        over_share = self._order.over_share(sequences) if self._order.takes_turns else []
+        takes_turns = self._order.takes_turns
+        over_share = self._order.over_share(sequences) if takes_turns else []
         if self._num_stages > 1:
             sequences, max_rows = turn_of_stage(sequences, self._num_stages)
-        if not self._complete_prompts and self._order.is_shared(now):
+        if takes_turns and not self._complete_prompts and self._order.is_shared(now):
             draft.shared_limit_s = self._policy.shared_limit_s(self._cost_model)
             if not over_share and not self._fits_shared_limit(draft, sequences, now):
                 over_share = [each for each in sequences if self._order.is_crowding(each.request)]

@@ -43,6 +43,8 @@ def test_a_request_nobody_reads_stops_and_continues_with_its_reader(tmp_path: Pa
         assert engine.stats().stalled_s == 0.0
         made = engine.stats().scheduler.totals.num_output_tokens
         assert len(await read(ask(engine, "de", SamplingParams(max_tokens=5)))) == 5
+        # the engine sends its state later than the last token
+        await until(lambda: engine.stats().scheduler.totals.num_output_tokens >= made + 5)
         await until_held(engine, n)
         assert engine.stats().scheduler.totals.num_output_tokens == made + 5
         texts = [""] * n
