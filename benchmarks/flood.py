@@ -226,31 +226,28 @@ class _Quiet:
 
     def run(self, effort: Effort, fraction: float = 1.0) -> list[float]:
         """Send a fraction of the requests; returns their times, in milliseconds."""
-        least_s, least_num = effort.seconds * fraction, effort.num_requests * fraction
+        return uvloop.run(self._run(effort.seconds * fraction, effort.num_requests * fraction))
+
+    async def _run(self, least_s: float, least_num: float) -> list[float]:
+        connection = _Connection(self._address.hostname or "", self._address.port or 0)
+        for _ in range(_NUM_WARM):
+            await self._send(connection, [])
         times_ms: list[float] = []
         counted_s = discarded_s = 0.0
         while counted_s < least_s or len(times_ms) < least_num:
+            part_ms: list[float] = []
             since_s, stolen_before_s = time.monotonic(), stolen_s()
-            part_ms = uvloop.run(self._run(min(_PART_S, least_s)))
+            while time.monotonic() - since_s < min(_PART_S, least_s):
+                await self._send(connection, part_ms)
+                if len(self._result.failures) > _NUM_WARM:
+                    return times_ms + part_ms
             part_s, lost_s = time.monotonic() - since_s, stolen_s() - stolen_before_s
-            if len(self._result.failures) > _NUM_WARM:
-                return times_ms + part_ms
             if lost_s and discarded_s < _MOST_DISCARDED * max(least_s, counted_s):
                 discarded_s += part_s
                 continue
             times_ms += part_ms
             counted_s += part_s
             self._result.stolen_s += lost_s
-        return times_ms
-
-    async def _run(self, seconds: float) -> list[float]:
-        times_ms: list[float] = []
-        connection = _Connection(self._address.hostname or "", self._address.port or 0)
-        for _ in range(_NUM_WARM):
-            await self._send(connection, [])
-        since_s = time.monotonic()
-        while time.monotonic() - since_s < seconds and len(self._result.failures) <= _NUM_WARM:
-            await self._send(connection, times_ms)
         connection.close()
         return times_ms
 
