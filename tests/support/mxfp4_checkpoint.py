@@ -22,7 +22,7 @@ def save_mxfp4(path: Path, case: Case = GPT_OSS) -> transformers.PreTrainedModel
     model.save_pretrained(path)
     rng = torch.Generator().manual_seed(7)
     tensors = load_file(path / "model.safetensors")
-    whole = dict(tensors)
+    dequantized = dict(tensors)
     for layer, part in ((i, part) for i in range(3) for part in EXPERTS):
         name = f"model.layers.{layer}.mlp.experts.{part}"
         experts, inputs, outputs = tensors.pop(name).shape
@@ -30,11 +30,11 @@ def save_mxfp4(path: Path, case: Case = GPT_OSS) -> transformers.PreTrainedModel
         blocks = torch.randint(0, 256, (*shape, 16), generator=rng, dtype=torch.uint8)
         scales = torch.randint(121, 125, shape, generator=rng, dtype=torch.uint8)
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        whole[name] = convert_moe_packed_tensors(blocks, scales)
+        dequantized[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     edit_config(path, quantization_config=mxfp4_config())
     reference = transformers.GptOssForCausalLM(case.config())
-    reference.load_state_dict({name: tensor.float() for name, tensor in whole.items()})
+    reference.load_state_dict({name: tensor.float() for name, tensor in dequantized.items()})
     return reference.float().eval()
 
 
