@@ -205,7 +205,7 @@ class MixedPolicy(_Continuous):
             limit_s = self.step_limit_s(view, cost_model)
         placed = view.decode + view.prefill
         least = max(0, self._min_prefill_tokens - view.prefill.num_tokens)
-        if view.prefill_may_wait:
+        if view.prefill_may_wait and view.decode.num_rows:  # else nothing would be in the step
             least = 0
         low, high = min(least, view.num_tokens_left), view.num_tokens_left
         if cost_model.seconds(placed + view.chunk(high)) <= limit_s:  # the usual case
