@@ -439,10 +439,13 @@ class AdmissionControl:
         return limit if request.sampling.ignore_eos else min(limit, round(self._mean_outputs))
 
     def expected_growth(self) -> int:
-        """How many tokens the running sequences are expected to generate from now on."""
+        """How many tokens the running sequences are expected to generate from now on. Paused ones
+        make way for what waits: nothing is kept free for them.
+        """
         return sum(
             max(0, self.expected_outputs(sequence.request) - sequence.num_outputs)
             for sequence in self._batch
+            if not sequence.is_paused
         )
 
     def state_for(self, request: Request, now: float) -> AdmissionState:

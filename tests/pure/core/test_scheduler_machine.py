@@ -102,6 +102,11 @@ def test_drafts_of_sound_rows_count_in_a_step_with_a_failed_row() -> None:
     random_run(623881708, num_calls=120, draw=draw_crowded_setup)
 
 
+def test_what_paused_sequences_may_grow_keeps_nobody_out() -> None:
+    """Found by `make verify-long`: what was kept free for two paused ones had no way out."""
+    random_run(276102468, num_calls=100)
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_random_runs_end_as_every_request_would_alone(block: int) -> None:
     for seed in range(10_000 + 40 * block, 10_000 + 40 * (block + 1)):
