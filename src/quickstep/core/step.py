@@ -117,7 +117,7 @@ class StepDraft(msgspec.Struct):
         limit_s: How long the step may take, if rows above their tenant's part are in it.
         crowded_limit_s: The same, for prompts of tenants that have many; None if not known yet.
         shared_limit_s: The same, where only tenants that have many are in it, while others may
-            send a request; None if nobody does.
+            send a request; None while one tenant sends them.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
         min_prefill: Tokens that drafts have left for prefill.
         may_speculate: Whether a row is of a request that allows drafts.

@@ -261,7 +261,7 @@ class StepBudget:
             limit_s = self._policy.step_limit_s(replace(view, decode=plain), self._cost_model)
             if self._order.is_shared(now):
                 limit_s = min(limit_s, _SHARED_STRETCH * plain_s)
-            # drafts delay nobody
+            # drafts delay no other row
             draft.limit_s = limit_s + self._cost_model.seconds(draft.decode_load) - plain_s
             spare_s = limit_s - plain_s
         elif draft.shared_limit_s is not None:
@@ -275,9 +275,9 @@ class StepBudget:
             return StepLoad()
         queue_of = self._order.queue_of
         first = queue_of(min(prompts, key=self._order.key).request)
-        if first not in {queue_of(sequence.request) for sequence in over_share}:
-            return self._policy.least_prefill(view)
         chunk = self._policy.least_prefill(view)
+        if first not in {queue_of(sequence.request) for sequence in over_share}:
+            return chunk
         if not draft.decode_load.num_rows:
             chunk = self._prompts_in_time(view, draft.shared_limit_s)
         draft.prefill_may_wait = not self._is_turn_of_prompts(draft.decode_load, chunk, spare_s)

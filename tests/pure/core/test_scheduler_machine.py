@@ -102,8 +102,8 @@ def test_drafts_of_sound_rows_count_in_a_step_with_a_failed_row() -> None:
     random_run(623881708, num_calls=120, draw=draw_crowded_setup)
 
 
-def test_what_paused_sequences_may_grow_keeps_nobody_out() -> None:
-    """Found by `make verify-long`: what was kept free for two paused ones had no way out."""
+def test_no_blocks_are_kept_free_for_the_growth_of_paused_sequences() -> None:
+    """Found by `make verify-long`: all that ran was paused, and a request that would fit waited."""
     random_run(276102468, num_calls=100)
 
 

@@ -324,10 +324,15 @@ def test_fairness_costs_little_throughput() -> None:
 
 @pytest.mark.parametrize("step_s", [0.001, 0.05, 0.2])
 def test_tenants_with_many_requests_keep_the_throughput_of_large_models(step_s: float) -> None:
-    """Whose step of one row takes longer than the target of a step."""
+    """A step of one row takes longer there than the target of a step."""
     costs = Coefficients(step_s=step_s, token_s=step_s / 100, row_s=step_s / 100)
-    sizes = {"a": (200, 20), "b": (40, 60)}
-    arrivals = backlog({"a": 1.0, "b": 1.0}, Random(1), 200, sizes)
+    arrivals = [
+        Arrival(
+            4 * step_s * number,
+            request(f"{'ab'[number % 2]}-{number}", 40, 60, tenant="ab"[number % 2]),
+        )
+        for number in range(200)
+    ]
     fair, plain = (
         run(policy, arrivals, costs, max_num_seqs=16)
         for policy in (PolicyName.FAIR, PolicyName.MIXED)
@@ -527,7 +532,7 @@ def test_while_tenants_share_the_device_none_waits_for_long_steps(
     num_outputs: int, of_light: tuple[int, int], most: float
 ) -> None:
     """A flood of prompts, or of rows, delays each request of another tenant three times at most, a
-    very short one four times, but its first: until then the other one is alone.
+    very short one four times, but its first: until then the other one has the device for itself.
     """
     light = [
         Arrival(0.5 + 0.731 * number, request(f"b-{number}", *of_light, tenant="b"))
@@ -545,6 +550,17 @@ def test_while_tenants_share_the_device_none_waits_for_long_steps(
         return max(timings.finished_s - timings.arrival_s for timings in ended[1:])
 
     assert slowest_s([*flood, *light]) <= most * slowest_s(light)
+
+
+def test_prompts_of_which_a_token_takes_longer_than_a_shared_step_are_computed() -> None:
+    """Also in a step that would be a turn of rows, if there are none."""
+    costs = Coefficients(step_s=0.001, token_s=0.0005, row_s=0.0005, pair_s=1e-4)
+    light, *heavy = (
+        request("b", 4, 1, tenant="b"),
+        *(request(f"a-{number}", 600, 4, tenant="a") for number in range(3)),
+    )
+    outcome = run(PolicyName.FAIR, at_once([light, *heavy]), costs)
+    assert sorted(ending.request_id for ending in outcome.endings) == ["a-0", "a-1", "a-2", "b"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.sampled_from([0.5, 1.0, 3.0]))))
