@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import resource
 import signal
 import socket
@@ -312,6 +313,8 @@ def serve(
     """
     options = _with_open_files(options or ServerOptions())
     sys.setswitchinterval(_SWITCH_S)
+    # lanes have threads of their own for long texts; those of the library would have short slices
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -96,6 +96,21 @@ def test_a_client_alone_waits_for_nothing() -> None:
     assert all(done), done
 
 
+def test_a_request_that_was_not_held_back_begins_in_the_next_run_also_after_the_last_turn() -> None:
+    """Each run of the loop may wait for a thread of a lane that has the interpreter."""
+
+    async def run() -> bool:
+        turns = Turns()
+        for client in "baa":
+            (await turns.take(client)).leave()
+        again = asyncio.ensure_future(turns.take("a"))
+        for _ in range(2):  # its task runs, then what waits for its turn
+            await asyncio.sleep(0)
+        return again.done()
+
+    assert asyncio.run(run())
+
+
 class InHand:
     """Requests that stay in hand until they are told to leave; `begun` are those that began."""
 

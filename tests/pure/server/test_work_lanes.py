@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import os
+import platform
+import struct
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -53,6 +58,20 @@ def test_beyond_the_limit_nothing_waits() -> None:
         assert await lanes.run(LARGE, lambda: 1) == 1
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's time slices")
+def test_a_thread_lets_others_run_that_wake_up() -> None:
+    def own_attributes() -> tuple[int, ...]:
+        raw = ctypes.create_string_buffer(48)  # struct sched_attr
+        number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
+        assert ctypes.CDLL(None).syscall(number, 0, raw, 48, 0) == 0
+        return struct.unpack("=IIQiIQQQ", raw.raw)
+
+    _, policy, _, nice, _, slice_ns, *_ = asyncio.run(WorkLanes().run(1, own_attributes))
+    major, minor = map(int, platform.release().split(".")[:2])
+    assert slice_ns == 20_000_000 or (major, minor) < (6, 12)
+    assert (policy, nice) == (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def test_cancelled_work_does_not_begin_and_frees_its_place() -> None:

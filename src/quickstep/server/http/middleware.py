@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from ipaddress import ip_address
@@ -53,6 +53,7 @@ from quickstep.server.usage.limits import KeyLimiter
 _LOG = logging.getLogger("quickstep.server")
 _ACCESS_LOG = logging.getLogger("quickstep.access")
 _REQUEST_ID_CHARS = 128
+_ID_DIGITS, _NUM_IDS = 32, 64
 _IGNORED_CHARS = 1024
 _MAX_REPORTED = 4096
 _REFUSED = (429, 503)  # for too many requests
@@ -312,11 +313,30 @@ class _Reported:
         return fresh
 
 
+class _RandomIds:
+    """Of 32 hexadecimal digits. The bytes of many come from the system at once: in each of its
+    calls another thread may take the interpreter, for which this one then waits.
+    """
+
+    def __init__(self) -> None:
+        self._digits = ""
+
+    def next(self) -> str:
+        """Another one, which cannot be guessed."""
+        if not self._digits:
+            self._digits = secrets.token_hex(_ID_DIGITS // 2 * _NUM_IDS)
+        found, self._digits = self._digits[:_ID_DIGITS], self._digits[_ID_DIGITS:]
+        return found
+
+
+_IDS = _RandomIds()
+
+
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's id, without what a header may not hold; a new one if it sent none."""
     given = dict(headers).get(b"x-request-id", b"")[:_REQUEST_ID_CHARS]
     text = "".join(char for char in given.decode("latin-1") if " " <= char <= "~").strip()
-    return text or uuid.uuid4().hex
+    return text or _IDS.next()
 
 
 class _Watched:

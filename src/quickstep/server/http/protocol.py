@@ -31,6 +31,7 @@ from quickstep.server.options import ConnectionOptions, RequestLimits
 
 _LOG = logging.getLogger("quickstep.server")
 _TLS_HELLO = b"\x16\x03"
+_STATUS, _HEAD_END = b"HTTP/1.1 ", b"\r\n\r\n"
 _LINGER_S = 2.0
 
 
@@ -62,6 +63,44 @@ class _Http1Parser:
         """Whether the request whose head is complete is to be parsed again."""
         is_offer = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
         return bool(is_offer)
+
+
+class JoinedWrites:
+    """A transport that writes the head of a response with the part of its body that comes at once:
+    one call of the system, after which the client wakes up once. A head without one is written by
+    the next run of the loop.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write bytes after a head that was held; hold a head."""
+        if not self._head and data.startswith(_STATUS) and data.endswith(_HEAD_END):
+            self._head = data
+            self._loop.call_soon(self._release)
+        else:
+            data, self._head = self._head + data, b""
+            self._transport.write(data)
+
+    def _release(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self.write(b"")
+
+    def write_eof(self) -> None:
+        """Write what is held, and no more after it."""
+        self._release()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        """Write what is held, and close."""
+        self._release()
+        self._transport.close()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -96,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request, or refuse the connection."""
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         if self._address is None:
             address = address_of(transport)
             try:

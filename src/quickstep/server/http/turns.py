@@ -76,6 +76,7 @@ class Turns:
         self._ends_s = 0.0
         self._num_in_hand: dict[str, int] = {}  # of each client, and what waits for its turn
         self._held_back: dict[str, deque[asyncio.Future[None]]] = {}  # while others are in hand
+        self._following = set[str]()  # clients whose request with the next turn was held back
 
     async def take(self, client: str) -> Turn:
         """Wait for a turn of a client. The request is in hand until it leaves."""
@@ -130,6 +131,7 @@ class Turns:
         if begins is not None:
             self._take_back(client, begins)
             self._waiting.push(client, begins)
+            self._following.add(client)
             if not self._is_taken:
                 self._is_taken = True
                 self._next(begins.get_loop())
@@ -139,14 +141,20 @@ class Turns:
             del self._num_in_hand[client]
 
     def _next(self, loop: asyncio.AbstractEventLoop, num_runs: int = 0) -> None:
-        """Give the next turn; what it starts runs before the one after it. The client that had the
-        last one waits for `_READING_RUNS` runs of the loop, which read what others have sent.
+        """Give the next turn; what it starts runs before the one after it. A request that was held
+        back by the one with the last turn waits for `_READING_RUNS` runs of the loop, which read
+        what other clients have sent.
         """
         while self._waiting:
-            if self._waiting.next_owner == self._served and num_runs < _READING_RUNS:
+            if (
+                self._waiting.next_owner == self._served
+                and self._served in self._following
+                and num_runs < _READING_RUNS
+            ):
                 loop.call_soon(self._next, loop, num_runs + 1)
                 return
             self._served, begins = self._waiting.pop()
+            self._following.discard(self._served)
             if not begins.done():  # cancelled
                 begins.set_result(None)
                 loop.call_soon(self._next, loop)
