@@ -20,20 +20,31 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-// Queries as the products read them, zeros up to the width.
-template <typename T, typename Form>
-void load_queries(const Pass& pass, float* queries) {
+// Queries as the products of floats read them, zeros up to the width.
+template <typename T>
+void load_floats(const Pass& pass, int64_t words, float* queries) {
   const qs_attention& call = *pass.call;
-  const int64_t size = call.head_size, words = Form::width(size) / Form::kPair;
+  const int64_t size = call.head_size;
   for (int i = 0; i < pass.num_queries; ++i) {
     const T* q = static_cast<const T*>(call.q) + pass.queries[i].token * call.q_stride;
     q += pass.queries[i].head * size;
     float* to = queries + i * words;
-    if constexpr (Form::kPair == 1) {
-      for (int64_t d = 0; d < words; d += W) store(to + d, load_up_to(q + d, size - d));
-    } else {
+    for (int64_t d = 0; d < words; d += W) store(to + d, load_up_to(q + d, size - d));
+  }
+}
+
+template <typename Form>
+void load_queries(const Pass& pass, float* queries) {
+  const qs_attention& call = *pass.call;
+  const int64_t size = call.head_size, words = Form::width(size) / Form::kPair;
+  if constexpr (Form::kPair == 1) {
+    with_dtype(call.dtype, [&](auto type) { load_floats<decltype(type)>(pass, words, queries); });
+  } else {
+    for (int i = 0; i < pass.num_queries; ++i) {
+      const bf16* q = static_cast<const bf16*>(call.q) + pass.queries[i].token * call.q_stride;
+      float* to = queries + i * words;
       memset(to, 0, words * sizeof(float));
-      memcpy(to, q, size * sizeof(T));
+      memcpy(to, q + pass.queries[i].head * size, size * sizeof(bf16));
     }
   }
 }
@@ -245,16 +256,24 @@ void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split
   }
 }
 
-template <typename Form, typename KV>
-void run_split_of_row(const Pass& pass, int64_t split, NextSplit next, TileBuffers& buffers,
-                      SoftmaxState& state) {
+// What depends on the products and on the type of keys. The rest is compiled once: its instances for
+// each pair of types and size took two thirds of the time to compile this file.
+struct SplitKernel {
+  int64_t width;  // of values
+  void (*load_queries)(const Pass& pass, float* queries);
+  void (*run_split)(const Pass& pass, const Part* parts, int num_parts, int64_t split,
+                    NextSplit next, TileBuffers& buffers, SoftmaxState& state);
+};
+
+void run_split_of_row(const SplitKernel& kernel, const Pass& pass, int64_t split, NextSplit next,
+                      TileBuffers& buffers, SoftmaxState& state) {
   Part parts[kMaxHeadsTogether];
   const int num_parts = static_cast<int>(pass.num_kv_heads);
   const int count = pass.num_queries / num_parts;
   for (int i = 0; i < num_parts; ++i) {
     parts[i] = {pass.row, pass.kv_head + i, i * count, (i + 1) * count};
   }
-  run_split<Form, KV>(pass, parts, num_parts, split, next, buffers, state);
+  kernel.run_split(pass, parts, num_parts, split, next, buffers, state);
 }
 
 // Adds the state of a later split to `total`. Queries that see nothing of the split are untouched.
@@ -295,7 +314,7 @@ float add_sink(float sink, int query, int64_t width, float sum, SoftmaxState& to
 }
 
 template <typename T>
-void write_out(const Pass& pass, SoftmaxState& total, int64_t width) {
+void write_as(const Pass& pass, SoftmaxState& total, int64_t width) {
   const qs_attention& call = *pass.call;
   const int64_t size = value_size(call);
   for (int i = 0; i < pass.num_queries; ++i) {
@@ -312,32 +331,35 @@ void write_out(const Pass& pass, SoftmaxState& total, int64_t width) {
   }
 }
 
-template <typename T, typename Form, typename KV, int64_t Size>
-void run_pass(const Pass& pass) {
-  const int64_t width = Form::width(value_size(*pass.call));
+void write_out(const Pass& pass, SoftmaxState& total, int64_t width) {
+  with_dtype(pass.call->dtype, [&](auto type) { write_as<decltype(type)>(pass, total, width); });
+}
+
+template <int64_t Size>
+void run_pass(const SplitKernel& kernel, const Pass& pass) {
   PassMemory<Size> memory;
   TileBuffers buffers;
   SoftmaxState state, total;
   memory.lend(buffers);
   state.out = memory.out;
   total.out = memory.total;
-  load_queries<T, Form>(pass, buffers.queries);
+  kernel.load_queries(pass, buffers.queries);
   const Span span = pass.visible_by_any();
   for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
     const auto of_all = [&](int64_t s) { return pass.num_rows == 1 || s < pass.shared_splits; };
     if (of_all(split)) {
       const NextSplit next = of_all(split + 1) ? NextSplit{split + 1, 0} : kNone;
-      run_split_of_row<Form, KV>(pass, split, next, buffers, state);
+      run_split_of_row(kernel, pass, split, next, buffers, state);
     } else {
       for (int64_t r = 0; r < pass.num_rows; ++r) {
         const int first = r == 0 ? 0 : pass.row_ends[r - 1];
         const Part part = {pass.row + r, pass.kv_head, first, pass.row_ends[r]};
-        run_split<Form, KV>(pass, &part, 1, split, kNone, buffers, state);
+        kernel.run_split(pass, &part, 1, split, kNone, buffers, state);
       }
     }
-    merge(pass, split, state, width, total);
+    merge(pass, split, state, kernel.width, total);
   }
-  write_out<T>(pass, total, width);
+  write_out(pass, total, kernel.width);
 }
 
 // The row of flat item `index`, where row r has count(r) of them; `index` becomes that within it.
@@ -381,11 +403,12 @@ int64_t heads_together(const qs_attention& call, int64_t num_queries, int64_t nu
 }
 
 // Few passes over long contexts: one item per split, states in scratch, merged afterwards.
-template <typename T, typename Form, typename KV, int64_t Size>
-void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
+template <int64_t Size>
+void run_split_passes(Pool* pool, const SplitKernel& kernel, const qs_attention& call,
+                      const Work& work) {
   SoftmaxState* states = static_cast<SoftmaxState*>(call.scratch);
   float* outs = reinterpret_cast<float*>(states + work.split_passes);
-  const int64_t width = Form::width(value_size(call));
+  const int64_t width = kernel.width;
   int64_t most_queries = 1;
   for (int64_t row = 0; row < call.num_rows; ++row) {
     most_queries = max_of(most_queries, queries_of_row(call, row));
@@ -414,8 +437,8 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     TileBuffers buffers;
     memory.lend(buffers);
     states[item].out = outs + item * kMaxQueries * width;
-    load_queries<T, Form>(pass, buffers.queries);
-    run_split_of_row<Form, KV>(pass, split, next, buffers, states[item]);
+    kernel.load_queries(pass, buffers.queries);
+    run_split_of_row(kernel, pass, split, next, buffers, states[item]);
   });
   parallel_for(pool, work.passes / heads, [&](int64_t item) {
     int64_t index = item;
@@ -433,12 +456,13 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
       merge(pass, split, first[split * head_groups + head_group], width, total);
     }
-    write_out<T>(pass, total, width);
+    write_out(pass, total, width);
   });
 }
 
-template <typename T, typename Form, typename KV, int64_t Size>
-void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t last_row) {
+template <int64_t Size>
+void run_passes(Pool* pool, const SplitKernel& kernel, const qs_attention& call, int64_t first_row,
+                int64_t last_row) {
   Group groups[kRowsAtOnce];
   // a thread has two passes at least, where there are as many
   const int64_t rows = last_row - first_row, threads = pool_size(pool);
@@ -462,7 +486,7 @@ void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t
     for (; index >= passes_of(*group); ++group) index -= passes_of(*group);
     const int64_t head_groups = call.num_kv_heads / group->heads;
     const int64_t pass = index / head_groups, kv_head = index % head_groups * group->heads;
-    run_pass<T, Form, KV, Size>(make_group_pass(call, *group, pass, kv_head));
+    run_pass<Size>(kernel, make_group_pass(call, *group, pass, kv_head));
   });
 }
 
@@ -490,14 +514,14 @@ struct FormOf<bf16, quants4> {
 };
 #endif
 
-template <typename T, typename Form, typename KV, int64_t Size>
-void run(Pool* pool, const qs_attention& call) {
+template <int64_t Size>
+void run(Pool* pool, const SplitKernel& kernel, const qs_attention& call) {
   const Work work = count_work(call);
   if (call.scratch != nullptr) {
-    run_split_passes<T, Form, KV, Size>(pool, call, work);
+    run_split_passes<Size>(pool, kernel, call, work);
   } else {
     for (int64_t first = 0; first < call.num_rows; first += kRowsAtOnce) {
-      run_passes<T, Form, KV, Size>(pool, call, first, min_of(call.num_rows, first + kRowsAtOnce));
+      run_passes<Size>(pool, kernel, call, first, min_of(call.num_rows, first + kRowsAtOnce));
     }
   }
 }
@@ -514,18 +538,19 @@ int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
 }
 
 void paged_attention(Pool* pool, const qs_attention& call) {
+  SplitKernel kernel;
   with_dtype(call.dtype, [&](auto type) {
     with_kv_dtype(call.kv_dtype, [&](auto kv_type) {
-      using T = decltype(type);
       using KV = decltype(kv_type);
-      using Form = typename FormOf<T, KV>::Type;
-      if (call.head_size > kUsualHeadSize) {
-        run<T, Form, KV, kMaxHeadSize>(pool, call);
-      } else {
-        run<T, Form, KV, kUsualHeadSize>(pool, call);
-      }
+      using Form = typename FormOf<decltype(type), KV>::Type;
+      kernel = {Form::width(value_size(call)), load_queries<Form>, run_split<Form, KV>};
     });
   });
+  if (call.head_size > kUsualHeadSize) {
+    run<kMaxHeadSize>(pool, kernel, call);
+  } else {
+    run<kUsualHeadSize>(pool, kernel, call);
+  }
 }
 
 }  // namespace qs::QS_LEVEL
