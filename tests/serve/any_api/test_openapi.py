@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
-import pytest
 from api_cases import document_of
 from client import client_of
 from fake_engine import FakeEngine
@@ -43,10 +42,11 @@ def test_every_operation_has_a_name_of_its_own() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_every_schema_is_valid_and_refers_to_schemas_that_exist(name: str) -> None:
+def test_every_schema_is_valid_and_refers_to_schemas_that_exist() -> None:
+    """A validator of all of them at once: each reads the complete document, 40 ms."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **DOCUMENT}
-    jsonschema_rs.validator_for({**schema, "$ref": f"#/components/schemas/{name}"})
+    every = [{"$ref": f"#/components/schemas/{name}"} for name in SCHEMAS]
+    jsonschema_rs.validator_for({**schema, "allOf": every})
 
 
 def test_the_servers_own_limits_are_in_its_document() -> None:
