@@ -39,7 +39,8 @@ CASES = {
 }
 ROTATED_BYTES = 128 << 20  # above the caches of a core
 LEAST_SECONDS = 0.01  # of a form in a round
-_SCALES_AT = {"Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,)}  # of others at 0 and 2
+_SCALES_AT = {"Q6_K": (208,)}  # of K types and types with minimums at 0 and 2
+_SCALES_AT |= dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XS", "IQ3_XXS"), (0,))
 
 
 def random_rows(kind: str, shape: tuple[int, int]) -> np.ndarray:

@@ -278,6 +278,17 @@ bool has_minimums(const qs_stored_matrix& matrix) {
          qs::part_form(matrix.parts[0], matrix.k).has_minimums;
 }
 
+// The 16 values of all quants of a matrix; null where there are more.
+const uint8_t* levels_of(const qs_stored_matrix& matrix) {
+  if (qs::row_kind(matrix.kind)->bits == 0) return nullptr;
+  return qs::part_form(matrix.parts[0], matrix.k).levels;
+}
+
+bool same_levels(const uint8_t* a, const uint8_t* b) {
+  if (a == nullptr || b == nullptr) return a == b;
+  return memcmp(a, b, qs::kNumLevels) == 0;
+}
+
 bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   if (!qs::valid_quantized_form(form.bits, matrix.n, matrix.k, group_size)) return false;
@@ -299,6 +310,7 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
     if (own.bits != form.bits || own.has_zeros != (form.has_zeros != 0)) return false;
     if (matrix.k / own.num_groups != group_size) return false;
     if (own.has_minimums != has_minimums(matrix)) return false;
+    if (!same_levels(own.levels, levels_of(matrix))) return false;
   }
   return form.has_zeros == 0 || qs::takes_zeros(form.bits, has_minimums(matrix));
 }
@@ -319,7 +331,8 @@ int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quant
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   linear->packed = qs::quantized_layout(
       {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, has_minimums(matrix),
-       half_scales, form.has_sub_scales != 0, has_super_scales(matrix, group_size)});
+       half_scales, form.has_sub_scales != 0, has_super_scales(matrix, group_size),
+       levels_of(matrix)});
   if (!qs::allocate_quantized(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
   qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));

@@ -46,7 +46,7 @@ qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
   }
   return qs::quantized_layout({weight.bits, weight.n, weight.k, weight.group_size,
                                weight.zeros != nullptr, weight.has_minimums != 0, half_scales,
-                               weight.sub_scales != nullptr, false});
+                               weight.sub_scales != nullptr, false, nullptr});
 }
 
 bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {

@@ -65,6 +65,10 @@ bool valid(const qs_packed_form& form) {
   if (!qs::valid_quantized_form(form.bits, form.n, form.k, form.group_size)) return false;
   if (form.has_minimums && !form.has_zeros) return false;
   if (form.has_zeros && !qs::takes_zeros(form.bits, form.has_minimums != 0)) return false;
+  if (form.has_levels && !qs::takes_levels(form.bits, form.has_zeros != 0,
+                                           form.has_sub_scales != 0, form.levels)) {
+    return false;
+  }
   if (form.has_super_scales) {
     return qs::takes_super_scales(form.k, form.group_size) && !form.has_sub_scales &&
            !form.half_scales && form.has_zeros == form.has_minimums;
@@ -76,7 +80,8 @@ bool valid(const qs_packed_form& form) {
 qs::PackedQuantized layout_of(const qs_packed_form& form) {
   return qs::quantized_layout({form.bits, form.n, form.k, form.group_size, form.has_zeros != 0,
                                form.has_minimums != 0, form.half_scales != 0,
-                               form.has_sub_scales != 0, form.has_super_scales != 0});
+                               form.has_sub_scales != 0, form.has_super_scales != 0,
+                               form.has_levels != 0 ? form.levels : nullptr});
 }
 
 // Takes the parts of a weight from a file, one after another.
@@ -155,6 +160,8 @@ void qs_quantized_parts(const qs_quantized* linear, qs_packed_form* form, qs_pac
   form->has_sub_scales = packed.has_sub_scales;
   form->has_minimums = packed.has_minimums;
   form->has_super_scales = packed.super_bytes != 0;
+  form->has_levels = packed.has_levels();
+  memcpy(form->levels, packed.levels, sizeof(form->levels));
   const int64_t floats = static_cast<int64_t>(linear->scale_bytes);
   *parts = {{packed.weights, packed.scales, packed.zeros, packed.bias},
             {static_cast<int64_t>(linear->weight_bytes), packed.scales != nullptr ? floats : 0,

@@ -32,6 +32,13 @@ bool takes_super_scales(int64_t k, int64_t group_size) {
   return k % kSuperInputs == 0 && (group_size == 16 || group_size == 32);
 }
 
+bool takes_levels(int bits, bool has_zeros, bool has_sub_scales, const uint8_t* levels) {
+  for (int i = 0; i < kNumLevels; ++i) {
+    if (levels[i] >> bits != 0) return false;
+  }
+  return bits > 4 && !has_zeros && !has_sub_scales;
+}
+
 bool fits_half(float value) {
   const float magnitude = std::fabs(value);
   if (!(magnitude <= 65504.0f)) return false;
@@ -44,7 +51,11 @@ bool fits_half(float value) {
 
 PackedQuantized quantized_layout(const QuantizedForm& form) {
   PackedQuantized packed = {};
-  packed.bits = form.bits;
+  packed.bits = packed.held_bits = form.bits;
+  if (form.levels != nullptr) {
+    packed.held_bits = 4;
+    memcpy(packed.levels, form.levels, kNumLevels);
+  }
   packed.n = form.n;
   packed.k = form.k;
   packed.num_panels = (form.n + kQuantizedPanel - 1) / kQuantizedPanel;
@@ -54,7 +65,7 @@ PackedQuantized quantized_layout(const QuantizedForm& form) {
   packed.has_sub_scales = packed.scaled_up = form.has_sub_scales;
   packed.group_size = form.group_size;
   if (packed.num_groups == 1) {
-    packed.group_size = round_up(form.k, packed_inputs(form.bits));
+    packed.group_size = round_up(form.k, packed_inputs(packed.held_bits));
     packed.group_bytes = packed.quant_bytes();
   } else {
     packed.half_scales = form.half_scales && !form.has_super_scales;

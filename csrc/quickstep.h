@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 27
+#define QS_ABI_VERSION 28
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -167,7 +167,8 @@ enum qs_scaled_kind {
   QS_ROWS_U8 = 64,           // bytes, in 32-bit words of 4 inputs
   QS_ROWS_I4 = 65,           // signed bytes from -8 to 7
   QS_ROWS_U4 = 66,           // half bytes, the low half first, in 32-bit words of 8 inputs
-  QS_ROWS_LEVELS = 67,       // half bytes, the low half first, each one of 16 quants of 6 bits
+  QS_ROWS_LEVELS = 67,       // half bytes, the low half first, each the number of one of 16 quants of
+                             // 6 bits, and held as such
   QS_ROWS_LEVELS_HIGH = 68,  // the same of 8 bits, the high half first
   QS_ROWS_E4M3 = 69,         // numbers in e4m3; of a matrix of floating point only
 };
@@ -232,6 +233,8 @@ typedef struct qs_packed_form {
   int16_t has_zeros, half_scales, has_sub_scales;  // of quants
   int16_t has_minimums;                            // in place of zeros
   int16_t has_super_scales;  // of 256 inputs in f16, those of groups are bytes
+  int16_t has_levels;        // quants are held in 4 bits: their numbers among `levels`
+  uint8_t levels[16];        // quants; 0 without
 } qs_packed_form;
 #define QS_PACKED_PARTS 4
 typedef struct qs_packed_parts {

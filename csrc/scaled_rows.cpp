@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kReadBytes = 1 << 20;
 constexpr int64_t kAwqRows = 8;  // of a word
-constexpr int kNumLevels = 16;
 // Where a word of AWQ has the half byte of its row 0, 1, ...
 constexpr int kAwqPlaces[kAwqRows] = {0, 4, 1, 5, 2, 6, 3, 7};
 
@@ -67,6 +66,8 @@ void quants_of(const qs_file_rows& part, const uint8_t* row, RowRange inputs, ui
       for (int64_t i = 0; i < count; ++i) out[i] = part.levels[halves[i / 2] >> (4 - i % 2 * 4) & 15];
   }
 }
+
+bool has_levels(int kind) { return kind == QS_ROWS_LEVELS || kind == QS_ROWS_LEVELS_HIGH; }
 
 bool levels_fit(const qs_file_rows& part) {
   const int largest = (1 << row_kind(part.kind)->bits) - 1;
@@ -197,10 +198,11 @@ PartForm part_form(const qs_file_rows& part, int64_t k) {
   const RowKind& kind = *row_kind(part.kind);
   if (!is_scaled(part.kind)) {
     const int64_t groups = kind.group_size == 0 ? 1 : k / kind.group_size;
-    return {kind.bits, groups, kind.has_zeros, kind.has_minimums};
+    return {kind.bits, groups, kind.has_zeros, kind.has_minimums, kind.levels};
   }
-  if (part.order != nullptr) return {8, requantized_groups(k), false, false};
-  return {kind.bits, part.num_groups, part.zeros != nullptr, false};
+  if (part.order != nullptr) return {8, requantized_groups(k), false, false, nullptr};
+  const uint8_t* levels = has_levels(part.kind) && part.zeros == nullptr ? part.levels : nullptr;
+  return {kind.bits, part.num_groups, part.zeros != nullptr, false, levels};
 }
 
 bool has_wide_scales(const qs_file_rows& part) {
@@ -213,9 +215,8 @@ bool has_wide_scales(const qs_file_rows& part) {
 }
 
 bool valid_scaled(const qs_file_rows& part, int64_t k) {
-  const bool has_levels = part.kind == QS_ROWS_LEVELS || part.kind == QS_ROWS_LEVELS_HIGH;
   if (part.scales == nullptr || part.num_groups < 1 || k % part.num_groups != 0) return false;
-  if (has_levels && (k % 2 != 0 || part.levels == nullptr || !levels_fit(part))) return false;
+  if (has_levels(part.kind) && (k % 2 != 0 || part.levels == nullptr || !levels_fit(part))) return false;
   for (int64_t i = 0; part.order != nullptr && i < k; ++i) {
     if (part.order[i] < 0 || part.order[i] >= part.num_groups) return false;
   }

@@ -15,6 +15,7 @@ struct PartForm {
   int64_t num_groups;
   bool has_zeros;
   bool has_minimums;  // in place of zeros
+  const uint8_t* levels;  // the 16 values of all quants; null where there are more
 };
 
 PartForm part_form(const qs_file_rows& part, int64_t k);

@@ -4,6 +4,7 @@
 #include "stored_rows.h"
 
 #include "grid_blocks.h"
+#include "kernels/quantized.h"
 #include "scaled_rows.h"
 
 #include <errno.h>
@@ -17,6 +18,16 @@ namespace {
 
 constexpr int kSmall = 32;       // inputs of a block of Q4_0 and Q8_0
 constexpr int kSuper = 256;      // of K-quants
+
+// The values of quants of 4 bits that are not in equal steps, or of vectors of a grid with their signs;
+// about 128, those of e2m1, doubled, about 32.
+constexpr uint8_t kIq4Levels[kNumLevels] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                            129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kE2m1Levels[kNumLevels] = {32, 33, 34, 35, 36, 38, 40, 44,
+                                             32, 31, 30, 29, 28, 26, 24, 20};
+constexpr uint8_t kIq2Levels[kNumLevels] = {85, 103, 120, 136, 153, 171};
+constexpr uint8_t kIq3Levels[kNumLevels] = {66,  76,  84,  92,  100, 108, 116, 124,
+                                            132, 140, 148, 156, 164, 172, 180, 190};
 
 constexpr RowKind kKinds[] = {
     {0, 0, false, 1, 4, false},             // F32
@@ -33,19 +44,19 @@ constexpr RowKind kKinds[] = {
     {6, kSmall, true, kSmall, 24, false, true},  // Q5_1
     {4, 16, true, kSuper, 84, true, true, true},     // Q2_K
     {4, 16, false, kSuper, 110, true, false, true},  // Q3_K
-    {8, kSmall, false, kSmall, 18, false},  // IQ4_NL
-    {8, kSmall, false, kSuper, 136, true, false, true},  // IQ4_XS
+    {8, kSmall, false, kSmall, 18, false, false, false, kIq4Levels},  // IQ4_NL
+    {8, kSmall, false, kSuper, 136, true, false, true, kIq4Levels},   // IQ4_XS
     {4, kSuper, false, kSuper, 54, false},  // TQ1_0
     {4, kSuper, false, kSuper, 66, false},  // TQ2_0
-    {6, kSmall, false, kSmall, 17, true},   // MXFP4
+    {6, kSmall, false, kSmall, 17, true, false, false, kE2m1Levels},  // MXFP4
     {4, 32, true, kSuper, 50, true},        // IQ1_S
     {4, 16, true, kSuper, 56, true},        // IQ1_M
-    {8, 32, false, kSuper, 66, true},       // IQ2_XXS
-    {8, 16, false, kSuper, 74, true},       // IQ2_XS
-    {8, 16, false, kSuper, 82, true},       // IQ2_S
-    {8, 32, false, kSuper, 98, true},       // IQ3_XXS
+    {8, 32, false, kSuper, 66, true, false, false, kIq2Levels},       // IQ2_XXS
+    {8, 16, false, kSuper, 74, true, false, false, kIq2Levels},       // IQ2_XS
+    {8, 16, false, kSuper, 82, true, false, false, kIq2Levels},       // IQ2_S
+    {8, 32, false, kSuper, 98, true, false, false, kIq3Levels},       // IQ3_XXS
     {4, 32, true, kSuper, 110, true},       // IQ3_S
-    {6, 16, false, 64, 36, false},          // NVFP4
+    {6, 16, false, 64, 36, false, false, false, kE2m1Levels},         // NVFP4
 };
 constexpr int kNumKinds = sizeof(kKinds) / sizeof(kKinds[0]);
 
@@ -226,25 +237,19 @@ void q3_k(const uint8_t* block, const QuantRow& out) {
   }
 }
 
-// The values of 4 bits, which are not in equal steps.
-constexpr int kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                1,    13,   25,  38,  53,  69,  89,  113};
-constexpr int kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-void looked_up(const uint8_t* octets, const int* values, int middle, uint8_t* quants,
-               int count = 16) {
+void looked_up(const uint8_t* octets, const uint8_t* levels, uint8_t* quants, int count = 16) {
   nibbles(octets, count, quants);
-  for (int i = 0; i < 2 * count; ++i) quants[i] = static_cast<uint8_t>(values[quants[i]] + middle);
+  for (int i = 0; i < 2 * count; ++i) quants[i] = levels[quants[i]];
 }
 
 void iq4_nl(const uint8_t* block, const QuantRow& out) {
   out.scales[0] = half_at(block);
-  looked_up(block + 2, kIq4Values, 128, out.quants);
+  looked_up(block + 2, kIq4Levels, out.quants);
 }
 
 void iq4_xs(const uint8_t* block, const QuantRow& out) {
   for (int group = 0; group < 8; ++group) {
-    looked_up(block + 8 + 16 * group, kIq4Values, 128, out.quants + kSmall * group);
+    looked_up(block + 8 + 16 * group, kIq4Levels, out.quants + kSmall * group);
   }
 }
 
@@ -253,7 +258,7 @@ void mxfp4(const uint8_t* block, const QuantRow& out) {
   const uint32_t exponent = block[0];
   const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23;
   memcpy(out.scales, &bits, sizeof(bits));
-  looked_up(block + 1, kMxfp4Values, 32, out.quants);
+  looked_up(block + 1, kE2m1Levels, out.quants);
 }
 
 // A number in e4m3 without its sign, halved because the values are doubled; of both ends 0.
@@ -267,7 +272,7 @@ float half_of_e4m3(int octet) {
 void nvfp4(const uint8_t* block, const QuantRow& out) {
   for (int group = 0; group < 4; ++group) {
     out.scales[group] = half_of_e4m3(block[group]);
-    looked_up(block + 4 + 8 * group, kMxfp4Values, 32, out.quants + 16 * group, 8);
+    looked_up(block + 4 + 8 * group, kE2m1Levels, out.quants + 16 * group, 8);
   }
 }
 

@@ -37,6 +37,7 @@ struct RowKind {
   bool wide_scales;
   bool has_minimums = false;  // in place of zeros
   bool has_super_scales = false;  // scales are bytes times an f16 of the block
+  const uint8_t* levels = nullptr;  // the 16 values of all quants; null where there are more
 };
 
 // The scales and minimums of a block of 256 inputs as such products: their factors.

@@ -3,8 +3,8 @@
 //   up to 16 rows   1 tile of activations x 4 of quants: the 64 outputs of a panel
 //   17 and more     2 x 2, so that 4 products take 4 loads: 32 rows x half of a panel's outputs
 //
-// Tiles of quants ([16][16][4] of a step's [16][64][4]) are read in place; those of 4 and 6 bits are
-// unpacked first, once for all rows of an item. Activations are quantized into tiles:
+// Tiles of quants ([16][16][4] of a step's [16][64][4]) are read in place; those held in 4 and 6 bits
+// are unpacked first, once for all rows of an item. Activations are quantized into tiles:
 //
 //   quants    16 rows  [stride / 64][R][64]
 //   factors   16 rows  [num_groups][2][R]
@@ -184,23 +184,10 @@ struct Block {
   }
 };
 
-void unpack_quants(const uint8_t* from, int64_t num_inputs, uint8_t* unpacked) {
-  for (int64_t pair = 0; pair < num_inputs / (2 * kStepInputs); ++pair) {
-    for (int64_t i = 0; i < kStepBytes; i += sizeof(vquants)) {
-      const vquants both = load_quants(from + i);
-      const vquants low = step_quants<4, 0>(both), high = step_quants<4, 1>(both);
-      memcpy(unpacked + i, &low, sizeof(low));
-      memcpy(unpacked + kStepBytes + i, &high, sizeof(high));
-    }
-    from += kStepBytes;
-    unpacked += 2 * kStepBytes;
-  }
-}
-
 const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t index) {
   const PackedQuantized& packed = *problem.stored;
   const int64_t offset = packed.num_groups == 1
-                             ? index * problem.block_inputs * kQuantizedPanel * packed.bits / 8
+                             ? index * problem.block_inputs * kQuantizedPanel * packed.held_bits / 8
                              : packed.groups_bytes(index * problem.block_groups);
   return static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes + offset;
 }
@@ -233,12 +220,9 @@ Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t
     block.quants = unpacked;
     block.group_stride = form.group_bytes;
     block.scales = unpacked + form.quant_bytes();
-  } else if (packed.bits != 8) {
+  } else if (packed.held_bits != 8) {
     for (int64_t group = 0; group < block.num_groups; ++group) {
-      const uint8_t* from = block.quants_of(group);
-      uint8_t* to = unpacked + group * bytes;
-      if (packed.bits == 4) unpack_quants(from, block.num_inputs, to);
-      if (packed.bits == 6) unpack_quants_6<0>(from, block.num_inputs, to);
+      unpack_quants(packed, block.quants_of(group), block.num_inputs, unpacked + group * bytes);
     }
     block.quants = unpacked;
     block.group_stride = bytes;
@@ -453,7 +437,7 @@ void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64
       const int64_t passes = Shape<2>::kPasses * tiles.size();
       block.fetch = {following(problem, panels, panel, index),
                      div_up(kStepLines * problem.step_inputs / kTileInputs *
-                                problem.stored->bits / 8, passes)};
+                                problem.stored->held_bits / 8, passes)};
       for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
         const Range rows = {tile * kMostRows, min_of(args.num_tokens, (tile + 1) * kMostRows)};
         // With one block sums are read at once, and all tiles can use the same memory.

@@ -11,6 +11,10 @@
 // Four steps of 6 bits take one operation each for three of them, and six for the fourth: fewer than
 // a plane of 4 bits and one of 2. Weights of 6 bits have no zeros; quants of 5 bits are held so too.
 //
+// Quants of 6 or 8 bits that have no more than 16 values may be held in 4 bits: the number of each in
+// the weight's `levels`, which are looked up in registers. Products run over the quants themselves, so
+// they have the bits of the same weight without levels. Such a weight has no zeros.
+//
 // A panel is one stream of memory. With one scale per output, scales and zeros are separate; with
 // groups they follow the quants of their group, so that they are read with them:
 //
@@ -52,8 +56,9 @@ constexpr int64_t kPieceBytes = kQuantizedPanel + kPieceInputs / 2 * kQuantizedP
 constexpr int kLargestSubScale = 15;
 constexpr float kSubScaleUnit = 16.0f;
 constexpr int64_t kSuperInputs = 256;
+constexpr int kNumLevels = 16;
 
-// Inputs whose quants are in the same bytes, and those bytes in a panel.
+// Inputs whose quants are in the same bytes, and those bytes in a panel; `bits` as they are held.
 constexpr int64_t packed_inputs(int bits) {
   return bits == 4 ? 2 * kStepInputs : bits == 6 ? 4 * kStepInputs : kStepInputs;
 }
@@ -64,14 +69,13 @@ constexpr int64_t packed_bytes(int bits) {
 // From so many tiles of rows on the scales of groups are multiplied once for all of them.
 constexpr int64_t kUnpackedTiles = 4;
 
-// What an 8-bit quant is more than the same one of 6 bits: the difference of their middles.
-constexpr int kMiddleOf6To8 = 128 - 32;
-
 // From so many rows on quants with sub-block scales are unpacked once for all rows.
 constexpr int64_t kUnpackedRows = 13;
 
 struct PackedQuantized {
-  int bits;
+  int bits;       // of a quant
+  int held_bits;  // of a quant in memory: as many, 4 with levels, 8 once they are unpacked
+  bool unpacked;  // quants are bytes in the form in which products take them, see `Dot::flipped`
   int64_t n, k;
   int64_t num_panels;
   int64_t panel_bytes;
@@ -84,15 +88,17 @@ struct PackedQuantized {
   bool has_sub_scales;  // with them a group is complete pieces
   bool scaled_up;       // scales are held times kSubScaleUnit
   int64_t super_bytes;  // of a super-block's own scales and minimums; 0 without super-blocks
+  uint8_t levels[kNumLevels];  // quants, if `has_levels`
   void* weights;
   float* scales;  // one group: [num_panels * 64]
   float* zeros;   // or minimums; one group, null for symmetric
   float* bias;    // null for none
 
+  bool has_levels() const { return held_bits < bits; }
   // Of a group's quants, with their sub-block scales.
   int64_t quant_bytes() const {
     if (has_sub_scales) return group_size / kPieceInputs * kPieceBytes;
-    return group_size * kQuantizedPanel * bits / 8;
+    return group_size * kQuantizedPanel * held_bits / 8;
   }
   // What is multiplied with scales as they are held.
   float scale_unit() const { return scaled_up ? 1.0f / kSubScaleUnit : 1.0f; }
@@ -120,12 +126,16 @@ struct PackedQuantized {
   }
 };
 
-// The layout of a weight once its quants have a byte each where they had 6 bits, and its scales are
-// multiplied: those of sub-blocks with quants, to 8 bits; those of super-blocks with the scales and
-// minimums of groups, to f32. Without memory.
+// The layout of a weight once its quants have a byte each where they had 6 bits or levels, and its
+// scales are multiplied: those of sub-blocks with quants, to 8 bits; those of super-blocks with the
+// scales and minimums of groups, to f32. Without memory.
 inline PackedQuantized unpacked_form(const PackedQuantized& packed) {
   PackedQuantized unpacked = packed;
-  if (packed.has_sub_scales || packed.bits == 6) unpacked.bits = 8;
+  if (packed.has_sub_scales) unpacked.bits = 8;
+  if (unpacked.bits != 4) {
+    unpacked.held_bits = 8;
+    unpacked.unpacked = true;
+  }
   unpacked.has_sub_scales = false;
   unpacked.super_bytes = 0;
   unpacked.weights = nullptr;

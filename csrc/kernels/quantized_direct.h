@@ -62,7 +62,7 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
 #pragma GCC unroll 4
       for (int step = 0; step < kSteps; ++step) {
         D::add(part, held[step],
-               QuantizedTile<8, R, S>::activations(half.x + (step * R + r) * kStepInputs));
+               QuantizedTile<Held<8, 8>, R, S>::activations(half.x + (step * R + r) * kStepInputs));
       }
       add_narrow(sum[r][v], part, sub_scale);
     }
@@ -104,7 +104,7 @@ QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const vi x = QuantizedTile<8, R, S>::activations(
+        const vi x = QuantizedTile<Held<8, 8>, R, S>::activations(
             half.x + ((pair * 2 + step) * R + r) * kStepInputs);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) D::add(sum[r][v], held[v], x);

@@ -17,9 +17,9 @@ QS_INLINE vquants load_quants(const uint8_t* p) {
 }
 
 // One step's quants of W outputs, out of a loaded vector: itself, or its lower or upper halves.
-template <int Bits, int Half>
+template <int HeldBits, int Half>
 QS_INLINE vquants step_quants(vquants v) {
-  if constexpr (Bits == 8) return v;
+  if constexpr (HeldBits == 8) return v;
   const vu words = bit_cast<vu>(v);
   return bit_cast<vquants>((Half == 0 ? words : words >> 4) & 0x0f0f0f0fu);
 }
@@ -37,24 +37,75 @@ QS_INLINE vquants step_of_four(const uint8_t* p) {
   }
 }
 
-// Whether products of 8 bits take an operation more than those of fewer, which unpacking 6 bits for
-// many rows does not make up for.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-constexpr bool kFewerBitsAreFaster = true;
+// One of the steps whose quants of W outputs are in the same bytes, of which the first are at `p`.
+template <int HeldBits, int Step>
+QS_INLINE vquants held_step(const uint8_t* p) {
+  if constexpr (HeldBits == 6) {
+    return step_of_four<Step>(p);
+  } else {
+    return step_quants<HeldBits, Step>(load_quants(p));
+  }
+}
+
+// Quants as memory has them, or looked up by their numbers among 16 levels, each with the bits of
+// `flip` changed.
+template <bool Looks>
+struct Levels {
+  uint8_t flip;
+
+  QS_INLINE Levels(const uint8_t*, uint8_t changed) : flip(changed) {}
+  QS_INLINE vquants of(vquants v) const { return v ^ flip; }
+};
+
+template <>
+struct Levels<true> {
+  vquants table;  // the levels, again in every 16 bytes
+
+  QS_INLINE Levels(const uint8_t* levels, uint8_t flip) {
+    uint8_t repeated[sizeof(vquants)];
+    for (size_t i = 0; i < sizeof(vquants); i += kNumLevels) {
+      memcpy(repeated + i, levels, kNumLevels);
+    }
+    table = load_quants(repeated) ^ flip;
+  }
+  QS_INLINE vquants of(vquants numbers) const {
+#if defined(__AVX512F__)
+    return bit_cast<vquants>(
+        _mm512_shuffle_epi8(bit_cast<__m512i>(table), bit_cast<__m512i>(numbers)));
+#elif defined(__AVX2__)
+    return bit_cast<vquants>(
+        _mm256_shuffle_epi8(bit_cast<__m256i>(table), bit_cast<__m256i>(numbers)));
+#elif defined(__aarch64__)
+    return bit_cast<vquants>(
+        vqtbl1q_u8(bit_cast<uint8x16_t>(table), bit_cast<uint8x16_t>(numbers)));
 #else
-constexpr bool kFewerBitsAreFaster = false;
+    vquants found;
+    for (size_t i = 0; i < sizeof(vquants); ++i) found[i] = table[numbers[i]];
+    return found;
+#endif
+  }
+};
+
+// Whether one instruction makes products of 4 inputs and adds them.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kHasDotProducts = true;
+#else
+constexpr bool kHasDotProducts = false;
 #endif
 
 // sum += quants x activations, 4 inputs a lane. With `kOffset` the quants are not shifted,
 // so that 2^(bits - 1) times the activations' sum must be subtracted; otherwise the product is of
-// quants less 2^(bits - 1) already.
+// quants less 2^(bits - 1) already. `flipped` takes quants whose bits of `kFlip` are changed: so they are
+// where they are looked up or unpacked for it.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 template <int Bits>
 struct Dot {
   using Quants = vi;
   static constexpr bool kOffset = true;
-  static QS_INLINE Quants quants(vquants v) { return bit_cast<vi>(v); }
+  static constexpr uint8_t kFlip = 0;
+  static QS_INLINE Quants quants(vquants v) { return flipped(v); }
+  static QS_INLINE Quants flipped(vquants v) { return bit_cast<vi>(v); }
   // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
   static QS_INLINE void add(vi& sum, Quants w, vi x) {
 #if defined(__AVX512VNNI__)
@@ -74,9 +125,9 @@ template <int Bits>
 struct Dot {
   using Quants = int8x16_t;
   static constexpr bool kOffset = Bits != 8;
-  static QS_INLINE Quants quants(vquants v) {
-    return bit_cast<int8x16_t>(Bits != 8 ? v : v ^ 0x80);
-  }
+  static constexpr uint8_t kFlip = Bits != 8 ? 0 : 0x80;
+  static QS_INLINE Quants quants(vquants v) { return flipped(v ^ kFlip); }
+  static QS_INLINE Quants flipped(vquants v) { return bit_cast<int8x16_t>(v); }
   static QS_INLINE void add(vi& sum, Quants w, vi x) {
     sum = vdotq_s32(sum, w, bit_cast<int8x16_t>(x));
   }
@@ -105,7 +156,9 @@ template <int Bits>
 struct Dot {
   using Quants = vbytes;
   static constexpr bool kOffset = true;
-  static QS_INLINE Quants quants(vquants v) { return bit_cast<vbytes>(v); }
+  static constexpr uint8_t kFlip = 0;
+  static QS_INLINE Quants quants(vquants v) { return flipped(v); }
+  static QS_INLINE Quants flipped(vquants v) { return bit_cast<vbytes>(v); }
   static QS_INLINE void add(vi& sum, Quants w, vi x) {
     sum += bit_cast<vi>(pairs_32(pairs_16(w, bit_cast<vbytes>(x))));
   }
@@ -119,8 +172,10 @@ struct Dot<8> {
     vbytes value, magnitude;
   };
   static constexpr bool kOffset = false;
-  static QS_INLINE Quants quants(vquants v) {
-    const vbytes value = bit_cast<vbytes>(v ^ 0x80);
+  static constexpr uint8_t kFlip = 0x80;
+  static QS_INLINE Quants quants(vquants v) { return flipped(v ^ kFlip); }
+  static QS_INLINE Quants flipped(vquants v) {
+    const vbytes value = bit_cast<vbytes>(v);
     return {value, magnitude(value)};
   }
   static QS_INLINE void add(vi& sum, Quants w, vi x) {
@@ -139,7 +194,9 @@ template <int Bits>
 struct Dot {
   using Quants = vquants;
   static constexpr bool kOffset = true;
-  static QS_INLINE Quants quants(vquants v) { return v; }
+  static constexpr uint8_t kFlip = 0;
+  static QS_INLINE Quants quants(vquants v) { return flipped(v); }
+  static QS_INLINE Quants flipped(vquants v) { return v; }
   static QS_INLINE vi add_pairs(vpairs products) {
     const vi both = bit_cast<vi>(products);
     return (bit_cast<vi>(bit_cast<vu>(both) << 16) >> 16) + (both >> 16);
@@ -154,6 +211,15 @@ struct Dot {
 };
 
 #endif
+
+// How memory has the quants of a tile.
+template <int HeldBits, int QuantBits, bool IsUnpacked = false>
+struct Held {
+  static constexpr int kHeld = HeldBits;
+  static constexpr int kBits = QuantBits;
+  static constexpr bool kLooks = HeldBits < QuantBits;  // quants up by their numbers
+  static constexpr bool kUnpacked = IsUnpacked;
+};
 
 // What the quants of a group are about: the middle quant, its zero, or 0 with a minimum.
 enum Offset { kMiddle, kZeros, kMinimums };

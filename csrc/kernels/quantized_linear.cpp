@@ -5,8 +5,8 @@
 // are integers, exact in any order; groups are added in ascending order. So a row's bits are its
 // own. A weight with sub-block scales is one of 8 bits to all of this: a block of a panel is
 // unpacked for the tiles of a chunk. Few rows have tiles of their own (quantized_direct.h). In the
-// same way scales of super-blocks are multiplied, and 6 bits become 8, once for several tiles, and in
-// registers for few. Where products of fewer bits are faster, 6 bits stay what they are.
+// same way scales of super-blocks are multiplied, levels are looked up, and quants of 6 bits get a byte
+// each, once for several tiles, and in registers for few.
 //
 //   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as needed)
 //     for each block of inputs         quants of a panel: <= 128 KiB, stay in L2 over the tiles
@@ -36,7 +36,7 @@ constexpr int64_t kAheadInputs = 512;
 constexpr int64_t kLongBlockInputs = 2048;
 constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
-static_assert(kDirectRows * max_quantized_panels(8, 1) * kQuantizedPanel <= kSums);
+static_assert(kDirectRows * max_quantized_panels(8, 8, 1) * kQuantizedPanel <= kSums);
 // Quants of a block and the scales of its groups: of 16 inputs, or of 32 with a minimum.
 constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kSubBlockInputs * kQuantizedPanel * 4;
@@ -86,7 +86,7 @@ void emit(const Problem& problem, Range rows, Range panels, const int32_t* c) {
 QS_INLINE int64_t block_offset(const Problem& problem, int64_t block) {
   const PackedQuantized& packed = *problem.stored;
   return packed.num_groups == 1
-             ? block * problem.block_inputs * kQuantizedPanel * packed.bits / 8
+             ? block * problem.block_inputs * kQuantizedPanel * packed.held_bits / 8
              : packed.groups_bytes(block * problem.block_groups);
 }
 
@@ -113,6 +113,7 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   args.shared_groups = packed.shared_groups();
   args.super_groups = packed.super_bytes != 0 ? packed.super_groups() : 0;
   args.super_bytes = packed.super_bytes;
+  args.levels = packed.levels;
   args.first = sweep.block == 0;
   return args;
 }
@@ -124,20 +125,18 @@ QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t til
   const PackedQuantized& packed = *problem.stored;
   const int64_t shares = sweep.tiles.size();
   const int64_t bytes =
-      packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.bits / 8
+      packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.held_bits / 8
                              : packed.groups_bytes(args.num_groups);
   args.fetch = sweep.next + tile * (bytes / shares);
   args.fetch_lines = static_cast<int>(div_up(kStepBytes / kCacheLine, shares));
   const int64_t super_part = packed.super_bytes * packed.group_size / kSuperInputs;
   args.fetch_scales = (packed.group_bytes + super_part - packed.quant_bytes()) / shares;
-  args.fetch_stride = kStepBytes / shares;
-  // unpacked quants of 6 bits have more steps of 256 bytes
-  if (packed.bits == 6 && problem.unpacks) args.fetch_stride = args.fetch_stride * 6 / 8;
+  // unpacked quants have more steps of 256 bytes
+  args.fetch_stride = kStepBytes / shares * packed.held_bits / problem.args->packed->held_bits;
   if (!packed.has_sub_scales) return;
   if (problem.direct) {
     args.fetch_stride = kPieceBytes;
   } else {
-    args.fetch_stride /= 2;  // a step of unpacked quants has 8 bits
     args.fetch_scales = packed.group_bytes / shares -
                         packed.group_size / kStepInputs * args.fetch_stride;
   }
@@ -303,8 +302,8 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
   problem.unpacks = stored.has_sub_scales && !problem.direct;
-  const bool unpackable = stored.bits == 6 ? !kFewerBitsAreFaster && stored.num_groups > 1
-                                           : stored.super_bytes != 0;
+  const bool packs = stored.has_levels() || stored.held_bits == 6;
+  const bool unpackable = packs ? stored.num_groups > 1 : stored.super_bytes != 0;
   if (unpackable && problem.num_tiles >= kUnpackedTiles) {
     packed = unpacked_form(stored);
     problem.unpacks = true;
@@ -316,7 +315,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const int rows = static_cast<int>(args.num_tokens);
   problem.tile_panels = !one_tile        ? 1
                         : problem.direct ? max_direct_panels(rows)
-                                         : max_quantized_panels(packed.bits, rows);
+                                         : max_quantized_panels(packed.held_bits, packed.bits, rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
   // A copy of a block is written and read once more than the block itself: a short one stays near.
   const bool copies = problem.unpacks && !stored.has_sub_scales;

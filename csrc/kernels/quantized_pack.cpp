@@ -18,8 +18,8 @@ QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
     within %= kPieceInputs;
   }
   const int64_t start = packed.group_offset(group) + pieces + within % kStepInputs;
-  if (packed.bits == 6) return start + (within >> 4) * packed_bytes(6);
-  const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
+  if (packed.held_bits == 6) return start + (within >> 4) * packed_bytes(6);
+  const int64_t step = within >> (packed.held_bits == 4 ? 3 : 2);  // a division would be felt
   return start + step * kStepBytes;
 }
 
@@ -61,6 +61,15 @@ void pack_super_scales(const PackQuantizedArgs& args, int64_t output) {
   }
 }
 
+// The number of each quant among the levels of a weight.
+struct LevelNumbers {
+  uint8_t of[256] = {};
+
+  explicit LevelNumbers(const uint8_t* levels) {
+    for (int i = 0; i < kNumLevels; ++i) of[levels[i]] = static_cast<uint8_t>(i);
+  }
+};
+
 // Stores 16 quants of one output, all of one group, from the place of the first on.
 QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
   uint32_t steps[kSegment / kStepInputs];
@@ -84,25 +93,33 @@ QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
 
 // Quants of inputs [begin, end) of one output, whose segments of 16 are at these offsets; `begin`
 // is a multiple of 16.
-QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs inputs,
-                           const int64_t* offsets) {
+template <bool HasLevels>
+QS_INLINE void pack_quants(const PackQuantizedArgs& args, const LevelNumbers& numbers,
+                           int64_t output, Inputs inputs, const int64_t* offsets) {
   const PackedQuantized& packed = *args.packed;
   uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel * kStepInputs;
   const uint8_t* quants = args.quants + output * packed.k;
   int64_t k = inputs.begin;
-  for (; k + kSegment <= inputs.end; k += kSegment) {
-    pack_segment(quants + k, packed.bits, column + *offsets++);
-  }
+  const auto pack = [&](const uint8_t* from, uint8_t* to) {
+    if constexpr (HasLevels) {
+      uint8_t numbered[kSegment];
+      for (int64_t i = 0; i < kSegment; ++i) numbered[i] = numbers.of[from[i]];
+      pack_segment(numbered, 4, to);
+    } else {
+      pack_segment(from, packed.held_bits, to);
+    }
+  };
+  for (; k + kSegment <= inputs.end; k += kSegment) pack(quants + k, column + *offsets++);
   if (k == inputs.end) return;
   uint8_t rest[kSegment] = {};
   memcpy(rest, quants + k, inputs.end - k);
-  if (packed.bits == 6) {  // there are bytes for a multiple of 16 inputs
-    pack_segment(rest, packed.bits, column + *offsets);
+  if (packed.held_bits == 6) {  // there are bytes for a multiple of 16 inputs
+    pack(rest, column + *offsets);
     return;
   }
   uint8_t packed_rest[kSegment / kStepInputs * kStepBytes];
-  pack_segment(rest, packed.bits, packed_rest);
-  const int64_t inputs_per_step = packed_inputs(packed.bits);
+  pack(rest, packed_rest);
+  const int64_t inputs_per_step = packed_inputs(packed.held_bits);
   for (int64_t i = 0; k + i < inputs.end; i += inputs_per_step) {
     memcpy(column + quant_offset(packed, k + i), packed_rest + i / inputs_per_step * kStepBytes,
            kStepInputs);
@@ -147,7 +164,7 @@ void pack_sub_scales(const PackQuantizedArgs& args, int64_t output) {
 }
 
 // A cache line of every output's quants at a time, so that what is written stays in L1.
-void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
+void pack_panel(const PackQuantizedArgs& args, const LevelNumbers& numbers, int64_t panel) {
   constexpr int64_t kAtOnce = 64;
   const int64_t first = panel * kQuantizedPanel;
   const int64_t last = min_of(args.packed->n, first + kQuantizedPanel);
@@ -158,7 +175,11 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
       offsets[i / kSegment] = quant_offset(*args.packed, min_of(k + i, args.packed->k - 1));
     }
     for (int64_t output = first; output < last; ++output) {
-      pack_quants(args, output, inputs, offsets);
+      if (args.packed->has_levels()) {
+        pack_quants<true>(args, numbers, output, inputs, offsets);
+      } else {
+        pack_quants<false>(args, numbers, output, inputs, offsets);
+      }
     }
   }
   for (int64_t output = first; output < last; ++output) {
@@ -221,9 +242,12 @@ QS_INLINE float sub_scale_of(const PackedQuantized& packed, int64_t output, int6
 // Quant k of the output that `column` belongs to.
 QS_INLINE int quant_at(const PackedQuantized& packed, const uint8_t* column, int64_t k) {
   const uint8_t* at = column + quant_offset(packed, k);
-  if (packed.bits == 8) return at[0];
+  if (packed.held_bits == 8) return at[0];
   const int64_t step = k % packed.group_size / kStepInputs;
-  if (packed.bits == 4) return step % 2 != 0 ? at[0] >> 4 : at[0] & 15;
+  if (packed.held_bits == 4) {
+    const int held = step % 2 != 0 ? at[0] >> 4 : at[0] & 15;
+    return packed.has_levels() ? packed.levels[held] : held;
+  }
   if (step % 4 < 3) return at[step % 4 * kStepBytes] & 63;
   return at[0] >> 6 | (at[kStepBytes] >> 6) << 2 | (at[2 * kStepBytes] >> 6) << 4;
 }
@@ -276,7 +300,8 @@ void read_plain_row(const PackedLinear& packed, int64_t output, T* out) {
 
 void pack_quantized(Pool* pool, const PackQuantizedArgs& args) {
   const PackedQuantized& packed = *args.packed;
-  parallel_for(pool, packed.num_panels, [&](int64_t panel) { pack_panel(args, panel); });
+  const LevelNumbers numbers(packed.levels);
+  parallel_for(pool, packed.num_panels, [&](int64_t panel) { pack_panel(args, numbers, panel); });
 }
 
 void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,

@@ -4,7 +4,7 @@
 //   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
 //             4 bits, and 1 row x 4 panels: 4 streams of memory a thread
 //   AVX2      2 x 4 vectors (half a panel), and 1 row x half of 2 panels: 2 streams; of 6 bits
-//             without VNNI 1 row x half a panel, whose sums stay in registers
+//             and levels without VNNI 1 row x half a panel, whose sums stay in registers
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
 //
@@ -53,10 +53,12 @@ QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_toke
   return num_tokens >= kManyRows ? kGroupRows8 : kQuantizedRows;
 }
 
-// Panels that a tile of `rows` runs at once. To take 6 bits apart without VNNI needs the registers
-// that sums of a second panel would have: 1.01 to 1.24 times as fast on Zen 3, most in groups of 16.
-constexpr int max_quantized_panels(int bits, int rows) {
-  if (kPanelParts > 2 || (kPanelParts == 2 && bits == 6 && kFewerBitsAreFaster)) return 1;
+// Panels that a tile of `rows` runs at once. To take 6 bits apart, or to look levels up, without dot
+// products needs the registers that sums of a second panel would have: 1.01 to 1.24 times as fast on
+// Zen 3, most in groups of 16.
+constexpr int max_quantized_panels(int held_bits, int bits, int rows) {
+  const bool is_apart = held_bits == 6 || held_bits < bits;
+  if (kPanelParts > 2 || (kPanelParts == 2 && is_apart && !kHasDotProducts)) return 1;
   if (kPanelParts == 2) return rows == 1 ? 2 : 1;
   return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
@@ -75,6 +77,7 @@ struct QuantizedTileArgs {
   int64_t shared_groups;   // groups with one scale of activations, in a row
   int64_t super_groups;    // groups of a super-block, a power of two
   int64_t super_bytes;     // of its own scales, which precede them
+  const uint8_t* levels;   // of the weight
   bool first;              // the first block: c is written, afterwards added to
   void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
   const char* fetch;       // what to bring into L2 meanwhile
@@ -96,32 +99,33 @@ constexpr int fetched_lines(int rows, int panels) {
 
 // The integer sums of a group. Everything is read at one pointer per stream, with constant offsets:
 // registers that run short here are spilled to vectors, which delays the next group's loads.
-template <int Bits, int R, int S>
+template <typename F, int R, int S>
 struct QuantizedTile {
   static constexpr int V = kTileVectors;
   static constexpr int64_t kVectorBytes = sizeof(vi);
   static constexpr int64_t kStepQuants = R * kStepInputs;
   static constexpr int kLines = fetched_lines(R, S);
-  using D = Dot<Bits>;
+  using D = Dot<F::kBits>;
+  using L = Levels<F::kLooks>;
   vi sum[R][S * V];
 
   // Of the steps whose quants are in the same bytes, number `Step`.
   template <int Step>
-  QS_INLINE void step(const uint8_t* w, int64_t panel_bytes, const int8_t* x) {
+  QS_INLINE void step(const uint8_t* w, int64_t panel_bytes, const L& levels, const int8_t* x) {
     if constexpr (R <= V) {
       vi held[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) held[r] = activations(x + r * kStepInputs);
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) {
-        const auto quants = weights<Step>(w, panel_bytes, v);
+        const auto quants = weights<Step>(w, panel_bytes, levels, v);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) D::add(sum[r][v], quants, held[r]);
       }
     } else {
       typename D::Quants held[S * V];
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[v] = weights<Step>(w, panel_bytes, v);
+      for (int v = 0; v < S * V; ++v) held[v] = weights<Step>(w, panel_bytes, levels, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vi streamed = activations(x + r * kStepInputs);
@@ -132,12 +136,15 @@ struct QuantizedTile {
   }
 
   template <int Step>
-  static QS_INLINE typename D::Quants weights(const uint8_t* w, int64_t panel_bytes, int v) {
-    const uint8_t* at = w + v / V * panel_bytes + v % V * kVectorBytes;
-    if constexpr (Bits == 6) {
-      return D::quants(step_of_four<Step>(at));
+  static QS_INLINE typename D::Quants weights(const uint8_t* w, int64_t panel_bytes,
+                                              const L& levels, int v) {
+    const vquants held = held_step<F::kHeld, Step>(w + v / V * panel_bytes + v % V * kVectorBytes);
+    if constexpr (F::kLooks) {
+      return D::flipped(levels.of(held));
+    } else if constexpr (F::kUnpacked) {
+      return D::flipped(held);
     } else {
-      return D::quants(step_quants<Bits, Step>(load_quants(at)));
+      return D::quants(held);
     }
   }
 
@@ -173,25 +180,25 @@ struct QuantizedTile {
   }
 
   // Moves all three pointers past the group's steps.
-  QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch,
+  QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch, const L& levels,
                      const QuantizedTileArgs& args) {
-    constexpr int64_t kInputs = packed_inputs(Bits);
+    constexpr int64_t kInputs = packed_inputs(F::kHeld);
     for (int64_t k = 0; k < args.num_inputs; k += kInputs) {
       bring_step(fetch, args);
       fetch += args.fetch_stride;
-      step<0>(w, args.panel_bytes, x);
-      if constexpr (Bits == 4) step<1>(w, args.panel_bytes, x + kStepQuants);
-      if constexpr (Bits == 6) {
+      step<0>(w, args.panel_bytes, levels, x);
+      if constexpr (F::kHeld == 4) step<1>(w, args.panel_bytes, levels, x + kStepQuants);
+      if constexpr (F::kHeld == 6) {
         bring_step(fetch, args);
         fetch += args.fetch_stride;
-        step<1>(w, args.panel_bytes, x + kStepQuants);
+        step<1>(w, args.panel_bytes, levels, x + kStepQuants);
         bring_step(fetch, args);
         fetch += args.fetch_stride;
-        step<2>(w, args.panel_bytes, x + 2 * kStepQuants);
+        step<2>(w, args.panel_bytes, levels, x + 2 * kStepQuants);
         asm volatile("" ::: "memory");  // or what was loaded for the other steps is spilled
-        step<3>(w, args.panel_bytes, x + 3 * kStepQuants);
+        step<3>(w, args.panel_bytes, levels, x + 3 * kStepQuants);
       }
-      w += packed_bytes(Bits);
+      w += packed_bytes(F::kHeld);
       x += kStepQuants * (kInputs / kStepInputs);
     }
   }
@@ -205,15 +212,17 @@ QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
 }
 
 // One group: the block's integer sums, added to c.
-template <int Bits, int R, int S>
+template <typename F, int R, int S>
 void run_single(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
   const QuantizedTileArgs args = call;  // a copy, which no store can change
-  QuantizedTile<Bits, R, S> tile = {};
+  using Tile = QuantizedTile<F, R, S>;
+  const typename Tile::L levels(args.levels, Tile::D::kFlip);
+  Tile tile = {};
   const uint8_t* w = args.w;
   const int8_t* x = args.x;
   const char* fetch = args.fetch;
-  tile.run(w, x, fetch, args);
+  tile.run(w, x, fetch, levels, args);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
@@ -232,11 +241,14 @@ void run_single(const QuantizedTileArgs& call) {
 // then c = fma(part, x_scale, c): one operation a group less on the units that multiply. With
 // minimums the dot is that of the quants themselves, and after it minimum * sum is added to part, or
 // minimum * (sum * x_scale) to c. Scales that are bytes have factors per super-block.
-template <int Bits, int R, int S, typename Scale, Offset Kind>
+template <typename F, int R, int S, typename Scale, Offset Kind>
 void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
+  constexpr int Bits = F::kBits;
   constexpr bool kShares = Bits == 4, kSuper = std::is_same_v<Scale, int8_t>;
+  using Tile = QuantizedTile<F, R, S>;
   const QuantizedTileArgs args = call;  // a copy, which no store can change
+  const typename Tile::L levels(args.levels, Dot<Bits>::kFlip);
   // Local, so that the compiler keeps as many as fit in registers next to the integer sums.
   vf held[R][S * V] = {};
   if (!args.first) {
@@ -259,7 +271,7 @@ void run_groups(const QuantizedTileArgs& call) {
         super = w - args.part_outputs * kStepInputs;
         w += args.super_bytes;
       }
-      QuantizedTile<Bits, R, S> tile;
+      Tile tile;
       const int32_t* corrections = factors + R;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -268,8 +280,8 @@ void run_groups(const QuantizedTileArgs& call) {
 #pragma GCC unroll 16
         for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
       }
-      tile.run(w, x, fetch, args);
-      constexpr int kLines = QuantizedTile<Bits, R, S>::kLines;
+      tile.run(w, x, fetch, levels, args);
+      constexpr int kLines = Tile::kLines;
       constexpr int kScaleLines = kLines < 2 ? kLines : kSuper ? 3 : 2;
       tile.template bring<kScaleLines>(fetch, args.panel_bytes);
 #pragma GCC unroll 16
@@ -333,24 +345,26 @@ enum QuantizedForm {
   kNumForms
 };
 
-template <int Bits>
+template <typename F>
 struct QuantizedTileTable {
-  static constexpr int kMaxPanels = max_quantized_panels(8, 1);  // the most of any bits
+  static constexpr int kMaxPanels = max_quantized_panels(8, 8, 1);  // the most of any bits
   QuantizedTileFn entries[kNumForms][kQuantizedRows][kMaxPanels] = {};
   template <int R, int S>
   constexpr void fill() {
-    entries[kSingle][R - 1][S - 1] = run_single<Bits, R, S>;
-    entries[kGroupsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMiddle>;
-    entries[kGroupsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMiddle>;
-    if constexpr (Bits != 6) {
-      entries[kZerosF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kZeros>;
-      entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kZeros>;
+    entries[kSingle][R - 1][S - 1] = run_single<F, R, S>;
+    entries[kGroupsF32][R - 1][S - 1] = run_groups<F, R, S, float, kMiddle>;
+    entries[kGroupsF16][R - 1][S - 1] = run_groups<F, R, S, f16, kMiddle>;
+    entries[kGroupsSuper][R - 1][S - 1] = run_groups<F, R, S, int8_t, kMiddle>;
+    if constexpr (F::kBits != 6 && !F::kLooks) {
+      entries[kZerosF32][R - 1][S - 1] = run_groups<F, R, S, float, kZeros>;
+      entries[kZerosF16][R - 1][S - 1] = run_groups<F, R, S, f16, kZeros>;
     }
-    entries[kMinimumsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, kMinimums>;
-    entries[kMinimumsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, kMinimums>;
-    entries[kGroupsSuper][R - 1][S - 1] = run_groups<Bits, R, S, int8_t, kMiddle>;
-    entries[kMinimumsSuper][R - 1][S - 1] = run_groups<Bits, R, S, int8_t, kMinimums>;
-    if constexpr (S < max_quantized_panels(Bits, R)) {
+    if constexpr (!F::kLooks) {  // with levels there are none
+      entries[kMinimumsF32][R - 1][S - 1] = run_groups<F, R, S, float, kMinimums>;
+      entries[kMinimumsF16][R - 1][S - 1] = run_groups<F, R, S, f16, kMinimums>;
+      entries[kMinimumsSuper][R - 1][S - 1] = run_groups<F, R, S, int8_t, kMinimums>;
+    }
+    if constexpr (S < max_quantized_panels(F::kHeld, F::kBits, R)) {
       fill<R, S + 1>();
     } else if constexpr (R < kQuantizedRows) {
       fill<R + 1, 1>();
@@ -360,9 +374,13 @@ struct QuantizedTileTable {
 };
 
 QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows, int panels) {
-  static constexpr QuantizedTileTable<4> four;
-  static constexpr QuantizedTileTable<6> six;
-  static constexpr QuantizedTileTable<8> eight;
+  static constexpr QuantizedTileTable<Held<4, 4>> four;
+  static constexpr QuantizedTileTable<Held<4, 6>> six_in_four;
+  static constexpr QuantizedTileTable<Held<4, 8>> eight_in_four;
+  static constexpr QuantizedTileTable<Held<6, 6>> six;
+  static constexpr QuantizedTileTable<Held<8, 8>> eight;
+  static constexpr QuantizedTileTable<Held<8, 6, true>> six_unpacked;
+  static constexpr QuantizedTileTable<Held<8, 8, Dot<8>::kFlip != 0>> eight_unpacked;
   int form = kSingle;
   if (packed.super_bytes != 0) {
     form = packed.has_minimums ? kMinimumsSuper : kGroupsSuper;
@@ -370,9 +388,15 @@ QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows
     form = packed.has_minimums ? kMinimumsF32 : packed.has_zeros ? kZerosF32 : kGroupsF32;
     form += packed.half_scales ? 1 : 0;
   }
-  return (packed.bits == 4   ? four.entries
-          : packed.bits == 6 ? six.entries
-                             : eight.entries)[form][rows - 1][panels - 1];
+  const auto& in_four = packed.bits == 4   ? four.entries
+                        : packed.bits == 6 ? six_in_four.entries
+                                           : eight_in_four.entries;
+  const auto& unpacked = packed.bits == 6 ? six_unpacked.entries : eight_unpacked.entries;
+  const auto& tiles = packed.unpacked         ? unpacked
+                      : packed.held_bits == 4 ? in_four
+                      : packed.held_bits == 6 ? six.entries
+                                              : eight.entries;
+  return tiles[form][rows - 1][panels - 1];
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,5 +1,5 @@
-// Parts of a weight as an 8-bit one holds them: quants of 6 bits, those of 4 bits with sub-block
-// scales, and the scales of super-blocks.
+// Parts of a weight as products of many rows read them (`unpacked_form`): a byte for each quant that
+// had 6 bits or levels, or 4 bits with a sub-block scale, and the scales of super-blocks multiplied.
 //
 // Those with sub-block scales become m * (quant - 8) + 128, which is from 8 to 248. Two quants of a pair
 // of bytes need one multiplication of 16 bits: quant * m, borrows between the bytes included, plus
@@ -69,8 +69,8 @@ QS_INLINE void unpack_group(const PackedQuantized& packed, const uint8_t* from, 
 #pragma GCC unroll 4
       for (int pair = 0; pair < 4; ++pair) {
         const vquants both = load_quants(quants + pair * kStepBytes + output * kStepInputs);
-        const vquants low = halves[pair / 2].template unpack<0>(both);
-        const vquants high = halves[pair / 2].template unpack<1>(both);
+        const vquants low = halves[pair / 2].template unpack<0>(both) ^ Dot<8>::kFlip;
+        const vquants high = halves[pair / 2].template unpack<1>(both) ^ Dot<8>::kFlip;
         uint8_t* at = to + 2 * pair * kStepBytes + output * kStepInputs;
         memcpy(at, &low, sizeof(low));
         memcpy(at + kStepBytes, &high, sizeof(high));
@@ -82,36 +82,57 @@ QS_INLINE void unpack_group(const PackedQuantized& packed, const uint8_t* from, 
   memcpy(to, from, packed.scale_bytes() * kQuantizedPanel);
 }
 
-// Quants of 6 bits in a panel, of a multiple of 16 inputs, a byte each and `More` than before.
-template <int More>
-QS_INLINE void unpack_quants_6(const uint8_t* from, int64_t num_inputs, uint8_t* to) {
-  constexpr uint8_t offset = More;
-  for (int64_t k = 0; k < num_inputs; k += packed_inputs(6)) {
+template <int HeldBits, int Step>
+QS_INLINE void unpack_step(const uint8_t* from, const auto& levels, uint8_t* to) {
+  const vquants quants = levels.of(held_step<HeldBits, Step>(from));
+  memcpy(to + Step * kStepBytes, &quants, sizeof(quants));
+}
+
+template <int HeldBits>
+QS_INLINE void unpack_steps(const uint8_t* from, int64_t num_inputs, const auto& levels,
+                            uint8_t* to) {
+  for (int64_t k = 0; k < num_inputs; k += packed_inputs(HeldBits)) {
     for (int64_t i = 0; i < kStepBytes; i += sizeof(vquants)) {
-      const uint8_t* at = from + i;
-      const vquants steps[] = {step_of_four<0>(at) + offset, step_of_four<1>(at) + offset,
-                               step_of_four<2>(at) + offset, step_of_four<3>(at) + offset};
-#pragma GCC unroll 4
-      for (int step = 0; step < 4; ++step) {
-        memcpy(to + step * kStepBytes + i, &steps[step], sizeof(vquants));
+      unpack_step<HeldBits, 0>(from + i, levels, to + i);
+      if constexpr (HeldBits != 8) unpack_step<HeldBits, 1>(from + i, levels, to + i);
+      if constexpr (HeldBits == 6) {
+        unpack_step<HeldBits, 2>(from + i, levels, to + i);
+        unpack_step<HeldBits, 3>(from + i, levels, to + i);
       }
     }
-    from += packed_bytes(6);
-    to += packed_inputs(6) * kQuantizedPanel;
+    from += packed_bytes(HeldBits);
+    to += packed_inputs(HeldBits) * kQuantizedPanel;
   }
 }
 
-// A group of a block of a panel: its quants, 6 bits in 8, and its scales, those of super-blocks in f32.
+// Quants of a panel without sub-block scales, complete steps of them, a byte each.
+QS_INLINE void unpack_quants(const PackedQuantized& packed, const uint8_t* from,
+                             int64_t num_inputs, uint8_t* to) {
+  static_assert(Dot<4>::kFlip == 0 && Dot<6>::kFlip == 0);
+  const uint8_t flip = packed.bits == 8 ? Dot<8>::kFlip : 0;
+  const Levels<false> as_held(nullptr, flip);
+  if (packed.has_levels()) {
+    unpack_steps<4>(from, num_inputs, Levels<true>(packed.levels, flip), to);
+  } else if (packed.held_bits == 4) {
+    unpack_steps<4>(from, num_inputs, as_held, to);
+  } else if (packed.held_bits == 6) {
+    unpack_steps<6>(from, num_inputs, as_held, to);
+  } else {
+    unpack_steps<8>(from, num_inputs, as_held, to);
+  }
+}
+
+// A group of a block of a panel: its quants, a byte each if they have more than 4 bits, and its scales,
+// those of super-blocks in f32.
 QS_INLINE void widen_group(const PackedQuantized& packed, const uint8_t* block, int64_t group,
                              uint8_t* to) {
   const uint8_t* from = block + packed.group_offset(group);
-  if (packed.bits == 6) {
-    packed.has_minimums ? unpack_quants_6<0>(from, packed.group_size, to)
-                        : unpack_quants_6<kMiddleOf6To8>(from, packed.group_size, to);
-    to += packed.group_size * kQuantizedPanel;
-  } else {
+  if (packed.bits == 4) {
     memcpy(to, from, packed.quant_bytes());
     to += packed.quant_bytes();
+  } else {
+    unpack_quants(packed, from, packed.group_size, to);
+    to += packed.group_size * kQuantizedPanel;
   }
   from += packed.quant_bytes();
   if (packed.super_bytes == 0) {

@@ -59,7 +59,8 @@ def test_a_loaded_matrix_has_the_bits_of_the_decoded_one(
             assert torch.equal(rows_of(table, loaded), decoded.dequantized())
             continue
         packed = table.pack_quantized(decoded, None)
-        assert loaded.nbytes == packed.nbytes
+        has_levels = stored.parts[0].levels is not None
+        assert loaded.nbytes < packed.nbytes if has_levels else loaded.nbytes == packed.nbytes
         assert torch.equal(rows_of(table, loaded), rows_of(table, packed))
         x = torch.randn(3, loaded.num_inputs, generator=torch.Generator().manual_seed(1))
         assert torch.equal(table.linear(x, loaded), table.linear(x, packed))
@@ -130,7 +131,7 @@ def test_products_of_e2m1_have_the_bits_of_8_bit_values(
     expected = values[stored] * scales.repeat_interleave(group, 1)
     assert torch.equal(rows_of(table, loaded), expected)
     panels = -(-outputs // 64) * 64
-    assert loaded.nbytes == panels * (inputs * 6 // 8 + inputs // group * (2 if has_powers else 4))
+    assert loaded.nbytes == panels * (inputs // 2 + inputs // group * (2 if has_powers else 4))
     eight = table.pack_quantized(replace(weight, quants=weight.quants + (128 - 32), bits=8), None)
     x = torch.randn((num_tokens, inputs), generator=generator)
     for given_x in (x, x.bfloat16()):

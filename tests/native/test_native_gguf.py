@@ -50,9 +50,12 @@ STACKS = [
     ("Q4_1", "Q5_0"),
     ("Q5_1", "IQ1_S"),
 ]
-K_TYPES = {"Q4_K": 148, "Q5_K": 212, "Q6_K": 210, "Q2_K": 164, "Q3_K": 146, "IQ4_XS": 266}
-# of 5 and 6 bits and those whose uneven steps fit 6: bytes for 256 weights
-SIX_BITS = {"Q5_K": 212, "Q6_K": 210, "Q5_0": 208, "Q5_1": 224, "MXFP4": 224, "NVFP4": 224}
+K_TYPES = {"Q4_K": 148, "Q5_K": 212, "Q6_K": 210, "Q2_K": 164, "Q3_K": 146, "IQ4_XS": 138}
+# of 5 and 6 bits: bytes for 256 weights
+SIX_BITS = {"Q5_K": 212, "Q6_K": 210, "Q5_0": 208, "Q5_1": 224}
+# of 16 values in uneven steps, held in 4 bits: the same
+OF_LEVELS = {"IQ4_NL": 144, "IQ4_XS": 138, "MXFP4": 160, "NVFP4": 160}
+OF_LEVELS |= {"IQ2_XXS": 160, "IQ2_XS": 192, "IQ2_S": 192, "IQ3_XXS": 160}
 LEVELS = native_status().levels
 
 
@@ -164,6 +167,7 @@ def planned(kind: str) -> MatrixFormat:
         held.wide_scales,
         has_minimums=held.has_minimums,
         has_super_scales=held.has_super_scales,
+        has_levels=held.has_levels,
     )
 
 
@@ -225,6 +229,47 @@ def test_products_of_6_bits_have_the_bits_of_8(
             assert torch.equal(ops.linear(x, loaded), ops.linear(x, eight))
 
 
+@given(
+    st.sampled_from([*OF_LEVELS]),
+    st.sampled_from([1, 2, 7, 64, *range(3, 15), 24, 33, 97, 131]),
+    st.sampled_from([32, 64, 192, 256, 1280, 2304]),
+    st.sampled_from([1, 64, 65, 200, 321]),
+    st.booleans(),
+)
+def test_products_of_levels_have_the_bits_of_a_byte_for_each_value(
+    kind: str, num_tokens: int, inputs: int, outputs: int, has_factor: bool
+) -> None:
+    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    inputs = -(-inputs // block_inputs) * block_inputs
+    rows = random_blocks(Kind[kind], outputs, inputs, seed=num_tokens)
+    blocks = torch.from_numpy(rows).reshape(-1, block_bytes)
+    weight = decode_blocks(kind, blocks, (outputs, inputs))
+    factor = 1.0
+    if has_factor:
+        factor = 0.7  # in place of factors of scales: float32
+        weight = replace(weight, scales=weight.scales * factor)
+    x = torch.randn((num_tokens, inputs), generator=torch.Generator().manual_seed(outputs))
+    with NamedTemporaryFile() as file:
+        file.write(rows.tobytes())
+        file.flush()
+        part = StoredRows(Path(file.name), 0, outputs, kind, factor=factor)
+        for ops in map(native, LEVELS):
+            assert ops.load_linear is not None
+            loaded = ops.load_linear(StoredMatrix(kind, (part,), inputs), None)
+            if not has_factor and inputs > BLOCK_KINDS[kind].group_size:
+                held = -(-outputs // 64) * 64 * inputs * OF_LEVELS[kind] // 256
+                assert loaded.nbytes == held == planned(kind).num_bytes((outputs, inputs))
+            packed = ops.pack_quantized(weight, None)
+            eight = ops.pack_quantized(weight if weight.bits == 8 else in_8_bits(weight), None)
+            assert loaded.nbytes < packed.nbytes <= eight.nbytes
+            found = ops.linear(x, loaded)
+            assert torch.equal(found, ops.linear(x, packed))
+            assert torch.equal(found, ops.linear(x, eight))
+            ids = torch.arange(outputs)
+            held_rows = ops.embedding(ids, loaded, torch.float32)
+            assert torch.equal(held_rows, ops.embedding(ids, packed, torch.float32))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("inputs", [16, 40, 1100])
 def test_6_bits_with_one_scale_for_an_output_are_padded_and_have_the_bits_of_8(
@@ -253,13 +298,14 @@ def test_zeros_of_6_bits_are_refused(table: OpTable) -> None:
         table.pack_quantized(weight, None)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1"])
-def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1", "IQ4_XS", "MXFP4"])
+def test_packed_blocks_are_mapped_from_a_file(table: OpTable, tmp_path: Path, kind: str) -> None:
     (tmp_path / "f").write_bytes(random_blocks(Kind[kind], OUTPUTS, INPUTS, seed=6).tobytes())
     part = StoredRows(tmp_path / "f", 0, OUTPUTS, kind)
     assert table.load_linear is not None and table.packed_files is not None
     loaded = table.load_linear(StoredMatrix(kind, (part,), INPUTS), None)
     form = table.packed_files.form(loaded)
+    assert bool(form.has_levels) == BLOCK_KINDS[kind].has_levels == any(form.levels)
     (weights,) = table.packed_files.parts(loaded)
     (tmp_path / "packed").write_bytes(weights)
     with (tmp_path / "packed").open("rb") as file:
@@ -269,8 +315,10 @@ def test_packed_k_types_are_mapped_from_a_file(table: OpTable, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q6_K", "Q6_K"), ("Q4_K", "Q6_K")])
-def test_gates_and_ups_of_k_types_have_the_bits_of_their_products(
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q4_K"), ("Q6_K", "Q6_K"), ("Q4_K", "Q6_K"), ("IQ4_XS", "IQ4_XS")]
+)
+def test_gates_and_ups_of_blocks_have_the_bits_of_their_products(
     tmp_path: Path, kinds: tuple[str, str], level: str
 ) -> None:
     width, ops = 256, native(level)

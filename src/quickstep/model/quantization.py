@@ -35,6 +35,8 @@ class MatrixFormat(msgspec.Struct, frozen=True):
         is_float8: Whether quantized values are e4m3.
         has_minimums: Whether groups have minimums in place of zero points.
         has_super_scales: Whether scales and zeros are bytes, multiplied by float16 of 256 inputs.
+        has_levels: Whether quantized values have at most 16 values, and are held in 4 bits by the
+            native kernels.
         is_rounded_again: Whether the values of a checkpoint had to be rounded to this format.
     """
 
@@ -46,6 +48,7 @@ class MatrixFormat(msgspec.Struct, frozen=True):
     is_float8: bool = False
     has_minimums: bool = False
     has_super_scales: bool = False
+    has_levels: bool = False
     is_rounded_again: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -54,8 +57,9 @@ class MatrixFormat(msgspec.Struct, frozen=True):
             groups = 1 if self.group_size is None else shape[1] // self.group_size
             return shape[0] * (shape[1] + 4 * groups)
         outputs = -(-shape[0] // _PANEL) * _PANEL
-        inputs = -(-shape[1] // _STEPS[self.bits]) * _STEPS[self.bits]
-        quants = outputs * inputs * self.bits // 8
+        held_bits = 4 if self.has_levels else self.bits
+        inputs = -(-shape[1] // _STEPS[held_bits]) * _STEPS[held_bits]
+        quants = outputs * inputs * held_bits // 8
         if self.group_size is None:
             return quants + outputs * 4 * (1 + self.has_zeros)
         scales = outputs * (shape[1] // self.group_size)

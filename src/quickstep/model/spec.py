@@ -166,7 +166,7 @@ def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
     stored_as = config.get("quantization_config")
     if isinstance(stored_as, Mapping) and stored_as.get("quant_method") == "mxfp4":
         notes.append(
-            "the checkpoint's experts are stored in MXFP4 (4.25 bits a weight) and held in 6-bit "
+            "the checkpoint's experts are stored in MXFP4 (4.25 bits a weight) and held in 4-bit "
             "values on CPUs, exactly, on GPUs in the model's dtype, or in --quantization's formats"
         )
     if config.get("vision_config"):

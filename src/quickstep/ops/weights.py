@@ -41,10 +41,12 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How an implementation has packed a weight [N, C], which decides the bytes of its parts.
 
     Attributes:
-        bits: 4, 6 or 8 of quantized values; 0 for numbers of `dtype`, by the implementation's
-            number.
+        bits: 4, 6 or 8 of quantized values, whatever holds them; 0 for numbers of `dtype`, by the
+            implementation's number.
         group_size: Inputs that share a scale; C for one scale per output.
         has_super_scales: Whether scales of groups are bytes, multiplied by those of super-blocks.
+        has_levels: Whether quantized values are held in 4 bits, as their numbers among `levels`.
+        levels: 16 quantized values; 0 without.
         part_bytes: Of weights, scales, zeros and bias, of those that there are; of a stack those
             of all its matrices.
         checksum: Of all bytes, without a sign, in 64 bits; of a stack 0.
@@ -63,6 +65,8 @@ class PackedForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_sub_scales: int
     has_minimums: int
     has_super_scales: int
+    has_levels: int
+    levels: tuple[int, ...]
     part_bytes: tuple[int, ...]
     checksum: int
     stacked: tuple[PackedForm, ...] = ()
@@ -183,7 +187,7 @@ class StoredRows(msgspec.Struct, frozen=True):
     Kinds whose scales are in other tensors have `scales`; their quantized values are signed bytes
     (`I8`, `I4`), bytes in words of 4 (`U8`), half bytes in words of 8 (`U4`), half bytes that name
     one of 16 `levels` (`LEVELS` of 6 bits; `LEVELS_HIGH` of 8 bits, where the high half is first),
-    or numbers (`E4M3`).
+    which the native kernels hold as such, or numbers (`E4M3`).
 
     Attributes:
         kind: How they are stored; None for as the matrix.

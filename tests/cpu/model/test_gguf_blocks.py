@@ -38,6 +38,12 @@ def test_quantized_values_are_those_of_ggml(kind: Kind) -> None:
     torch.testing.assert_close(weight.with_zeros().dequantized(), expected, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [*SCALES_AT, *OTHER_SCALES], ids=lambda kind: kind.name)
+def test_a_matrix_of_one_block_is_decoded(kind: Kind) -> None:
+    rows = random_blocks(kind, 1, _elements(kind))
+    assert torch.equal(decoded(kind, rows, _elements(kind)).dequantized(), meaning(kind, rows))
+
+
 @pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
 def test_grids_are_those_of_ggml(kind: Kind) -> None:
     theirs = getattr(gguf.quants, kind.name)

@@ -177,7 +177,9 @@ class CheckpointWeights(msgspec.Struct, frozen=True, dict=True):
         form = self._form(name, self.shapes[name])
         if form is None or (form.is_float8 if natively else self.experts is not None):
             return None
-        return form if natively or form.bits != 6 else replace(form, bits=8)
+        if natively:
+            return form
+        return replace(form, bits=8 if form.bits == 6 else form.bits, has_levels=False)
 
     def _in_forms(self, names: Sequence[str]) -> Iterator[tuple[MatrixFormat, int]]:
         """The matrices of a stack, each with its outputs: tensors of one type and form that follow

@@ -9,7 +9,7 @@ the 16
 
 nf4's and fp4's 16 values are not evenly spaced, and an integer product needs even steps: they
 become the nearest of 255 steps per block, within 1/254 of the block's largest weight (nf4's own
-steps are 1/4 to 1/12 of it). int8 is exact.
+steps are 1/4 to 1/12 of it). The native kernels look them up by 4 bits. int8 is exact.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class BitsAndBytesStorage:
         return found
 
     def form(self, name: str, shape: Shape) -> MatrixFormat:
-        """8 bits: per block of a 4-bit matrix, per output of an 8-bit one."""
+        """8 bits: 16 levels per block of a 4-bit matrix, or steps per output."""
         blocks = self._blocks(name, shape)
         if blocks is None:
             return MatrixFormat(8)
         group_size = _group_size(name, blocks, shape)
         group = None if group_size == shape[1] else group_size
-        return MatrixFormat(8, group, wide_scales=True, is_rounded_again=True)
+        return MatrixFormat(8, group, wide_scales=True, has_levels=True, is_rounded_again=True)
 
     def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
         """Signed bytes, or half bytes that name one of 255 steps."""

@@ -97,7 +97,7 @@ class FusedExperts(msgspec.Struct, frozen=True):
         if tensor is None or tensor.is_bias or not self.is_mxfp4:
             return None
         group_size = None if shape[1] == MXFP4_BLOCK else MXFP4_BLOCK
-        return MatrixFormat(6, group_size, wide_scales=True)
+        return MatrixFormat(6, group_size, wide_scales=True, has_levels=True)
 
 
 def one_by_one(spec: ModelSpec) -> ModelSpec:

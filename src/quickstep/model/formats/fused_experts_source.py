@@ -1,7 +1,7 @@
 """A `TensorSource` that reads experts one by one from tensors that hold all of a layer's experts.
 
 MXFP4 (OCP Microscaling Formats, 1.0): quantized values of 4 bits (e2m1, the low half of a byte
-first) times a power of two per 32 of them. The native kernels hold them as they are, in 6 bits:
+first) times a power of two per 32 of them. The native kernels hold them as they are, in 4 bits:
 levels are doubled, so that they are integers, and scales are halved. The products are exact in
 bfloat16 and float32; torch's ops get them in the model's dtype, and `--quantization` rounds them to
 its own quantized values.

@@ -3,7 +3,8 @@
 The layouts are those of ggml-quants.h; blocks become quantized values exactly, in the native
 kernels as they are loaded (`csrc/stored_rows.cpp`), elsewhere by `formats.gguf_blocks`. Types of up
 to 16 values in even steps become 4-bit quantized values, those of 5 and 6 bits and of e2m1 (MXFP4,
-NVFP4) 6-bit ones, those of 8 bits and with other uneven steps (IQ2, IQ3_XXS, IQ4) 8-bit ones. `w =
+NVFP4) 6-bit ones, those of 8 bits and with other uneven steps (IQ2, IQ3_XXS, IQ4) 8-bit ones. The
+native kernels hold those in uneven steps in 4 bits, since they have 16 values at most. `w =
 scale * q + low` becomes `scale * (q - zero)` with zero = -low / scale; a group whose scale is 0
 holds `low` everywhere, which is quantized value 0 at scale `low` and zero -1.
 
@@ -59,6 +60,7 @@ class GgufStorage:
             kind.wide_scales or has_factor,
             has_minimums=kind.has_minimums,
             has_super_scales=kind.has_super_scales and not has_factor,
+            has_levels=kind.has_levels,
         )
 
     def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:

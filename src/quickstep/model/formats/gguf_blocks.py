@@ -188,7 +188,9 @@ def _nvfp4(blocks: Tensor) -> Decoded:
 def _words(octets: Tensor, dtype: torch.dtype = torch.int16) -> Tensor:
     """[B, bytes] as words without sign, in int64."""
     bits = dtype.itemsize * 8
-    return octets.contiguous().view(dtype).long() & ((1 << bits) - 1)
+    # a copy also of one block, whose bytes need not begin where words may
+    words = octets.clone(memory_format=torch.contiguous_format).view(dtype)
+    return words.long() & ((1 << bits) - 1)
 
 
 def _bits_at(words: Tensor, shifts: range, mask: int) -> Tensor:

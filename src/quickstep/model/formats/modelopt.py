@@ -6,10 +6,11 @@
     fp8    weight [N, C] e4m3, weight_scale one number, [N] or [N, 1]
 
 compressed-tensors' `nvfp4-pack-quantized` divides by `weight_global_scale` in place of the last
-factor. The 16 values of e2m1, doubled, are integers from -12 to 12, which 6 bits in groups of 16
-hold exactly. Files fix the scales of activations (`input_scale`) and of the KV cache (`k_scale`,
-`v_scale`) for products in 4 and 8 bits; here activations are quantized per token, and these tensors
-are left out. The tensors show which modules are quantized, and how.
+factor. The 16 values of e2m1, doubled, are integers from -12 to 12: quantized values of 6 bits in
+groups of 16, exactly, of which the native kernels hold 4. Files fix the scales of activations
+(`input_scale`) and of the KV cache (`k_scale`, `v_scale`) for products in 4 and 8 bits; here
+activations are quantized per token, and these tensors are left out. The tensors show which modules
+are quantized, and how.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ModelOptStorage:
         }
 
     def form(self, name: str, shape: Shape) -> MatrixFormat:
-        """6 bits in groups of 16, or e4m3."""
+        """16 levels of 6 bits in groups of 16, or e4m3."""
         return nvfp4_form(shape) if self._is_nvfp4(name) else MatrixFormat(8, is_float8=True)
 
     def rows(self, name: str, shape: Shape, reader: TensorReader) -> StoredRows:
@@ -105,7 +106,8 @@ def nvfp4_parts(files: TensorFiles, name: str, scale: str, shape: Shape) -> Shap
 
 def nvfp4_form(shape: Shape) -> MatrixFormat:
     """How such a matrix is held."""
-    return MatrixFormat(6, None if shape[1] == NVFP4_GROUP else NVFP4_GROUP, wide_scales=True)
+    group_size = None if shape[1] == NVFP4_GROUP else NVFP4_GROUP
+    return MatrixFormat(6, group_size, wide_scales=True, has_levels=True)
 
 
 def nvfp4_rows(name: str, shape: Shape, scales: Array, reader: TensorReader) -> StoredRows:

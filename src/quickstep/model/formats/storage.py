@@ -74,7 +74,8 @@ def factors(values: Array) -> HostTensor:
     return HostTensor(np.require(values, np.float32, ["C", "W"]), FLOAT32)
 
 
-# The 16 values of e2m1 (OCP Microscaling Formats, 1.0) times 2, about 32: of 6 bits.
+# The 16 values of e2m1 (OCP Microscaling Formats, 1.0) times 2, about 32: of 6 bits. Also in
+# csrc/stored_rows.cpp.
 E2M1_LEVELS: Array = np.array(
     [32 + sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)], np.uint8
 )

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 27
+ABI_VERSION = 28
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(

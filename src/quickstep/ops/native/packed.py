@@ -308,13 +308,14 @@ def _in_forms(stored: StoredMatrix) -> list[tuple[_Form, StoredMatrix]]:
     form that follow one another are one.
     """
 
-    def form_of(part: StoredRows) -> tuple[str, _Form, bool]:
+    def form_of(part: StoredRows) -> tuple[str, _Form, bool, bytes]:
         kind = part.kind or stored.kind
-        return kind, _part_form(kind, part, stored.num_inputs), part.factor == 1.0
+        levels = b"" if part.levels is None else part.levels.numpy().tobytes()
+        return kind, _part_form(kind, part, stored.num_inputs), part.factor == 1.0, levels
 
     return [
         (form, StoredMatrix(kind, tuple(parts), stored.num_inputs))
-        for (kind, form, _), parts in groupby(filter(_has_rows, stored.parts), form_of)
+        for (kind, form, *_), parts in groupby(filter(_has_rows, stored.parts), form_of)
     ]
 
 

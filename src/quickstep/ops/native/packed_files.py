@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from ctypes import c_int16, c_int32, c_int64, c_void_p
+from ctypes import c_int16, c_int32, c_int64, c_uint8, c_void_p
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from quickstep.ops.native.library import library_path, raise_for_status
 from quickstep.ops.native.packed import (
@@ -19,6 +19,7 @@ from quickstep.ops.native.packed import (
 from quickstep.ops.weights import LinearWeight, PackedForm
 
 _PARTS = 4
+_NUM_LEVELS = 16
 _PAGE_BYTES = 4096
 
 
@@ -37,6 +38,8 @@ class _PackedForm(ctypes.Structure):
         ("has_sub_scales", c_int16),
         ("has_minimums", c_int16),
         ("has_super_scales", c_int16),
+        ("has_levels", c_int16),
+        ("levels", c_uint8 * _NUM_LEVELS),
     )
 
 
@@ -80,9 +83,8 @@ class NativePackedFiles:
         if len(forms) == 1:
             return forms[0]
         sizes = tuple(size for form in forms for size in form.part_bytes)
-        numbers = {name: 0 for name, _ in _PackedForm._fields_}
-        numbers |= {"n": weight.num_outputs, "k": weight.num_inputs}
-        return PackedForm(**numbers, part_bytes=sizes, checksum=0, stacked=forms)
+        fields = _fields_of(_PackedForm(n=weight.num_outputs, k=weight.num_inputs))
+        return PackedForm(**fields, part_bytes=sizes, checksum=0, stacked=forms)
 
     def parts(self, weight: LinearWeight) -> list[memoryview]:
         """The bytes of its parts, which are there as long as the weight."""
@@ -130,7 +132,7 @@ class NativePackedFiles:
 
     def _form(self, form: _PackedForm, parts: _Parts) -> PackedForm:
         return PackedForm(
-            **{name: getattr(form, name) for name, _ in _PackedForm._fields_},
+            **_fields_of(form),
             part_bytes=tuple(size for _, size in _held(parts)),
             checksum=self._checksum(parts),
         )
@@ -142,6 +144,12 @@ class NativePackedFiles:
         read = library.qs_quantized_parts if is_quantized else library.qs_linear_parts
         read(packed.handle, ctypes.byref(form), ctypes.byref(parts))
         return form, parts
+
+
+def _fields_of(form: _PackedForm) -> dict[str, Any]:
+    """As `PackedForm` has them."""
+    fields = {name: getattr(form, name) for name, _ in _PackedForm._fields_}
+    return fields | {"levels": tuple(form.levels)}
 
 
 def _matrices(weight: LinearWeight) -> tuple[PackedQuantized | PackedWeight, ...]:
