@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from msgspec.structs import asdict
 
 from quickstep.errors import RequestError
@@ -147,6 +146,8 @@ def _are_below(end: int, ids: Sequence[int]) -> bool:
     """Whether all `ids` are from 0 to `end - 1`: a sixth of the time of `min` and `max`, in which
     no other thread runs.
     """
+    import numpy as np  # which the server listens without, and the tokenizer has imported
+
     try:
         unsigned = array("I", ids)
     except OverflowError:
