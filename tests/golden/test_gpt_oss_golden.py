@@ -105,7 +105,7 @@ def test_every_code_and_scale_of_mxfp4_has_the_value_that_transformers_gives_it(
             assert torch.equal(found, expected)
 
 
-def test_experts_in_6_bits_have_the_values_that_transformers_unpacks(tmp_path: Path) -> None:
+def test_experts_in_4_bits_have_the_values_that_transformers_unpacks(tmp_path: Path) -> None:
     reference, ops = save_mxfp4(tmp_path), load_native(1)
     assert ops is not None
     loaded = iter(matrices_of(load(tmp_path, ops=ops)))

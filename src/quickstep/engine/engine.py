@@ -208,10 +208,9 @@ class Engine:
         return 0 if self._kv_transfers is None else self._kv_transfers.block_bytes
 
     @property
-    def has_open_transfers(self) -> bool:
-        """Whether KV blocks are on their way from or to it."""
-        transfers = self._scheduler.held.transfers
-        return transfers is not None and transfers.are_open
+    def is_moving_blocks(self) -> bool:
+        """Whether KV blocks are on their way from or to engines or files."""
+        return self._scheduler.held.is_moving_blocks
 
     def stats(self) -> EngineStats:
         """The engine's current state."""

@@ -101,6 +101,26 @@ def test_what_was_evicted_comes_back_as_a_hit() -> None:
     assert driver.timings["third"].num_restored_tokens == 0, "the pool has it"
 
 
+def test_blocks_are_on_their_way_until_a_save_and_a_restore_have_ended() -> None:
+    driver = Driver()
+    held = driver.scheduler.held
+    driver.scheduler.add(request("first"), driver.now)
+    while driver.step():
+        assert not held.is_moving_blocks
+    save = driver.tiers.take_save()
+    assert save is not None
+    assert held.is_moving_blocks
+    driver.tiers.saved(save, is_saved=True)
+    assert not held.is_moving_blocks
+    driver.scheduler.reset_prefix_cache()
+    driver.scheduler.add(request("second"), driver.now)
+    assert driver.plan() is None
+    driver.scheduler.abort("second", driver.now)
+    assert held.is_moving_blocks and driver.pool.stats().num_used
+    driver.disk.restore_all(driver.now)
+    assert not held.is_moving_blocks and not driver.pool.stats().num_used
+
+
 def test_others_run_while_one_waits_for_its_blocks() -> None:
     driver = Driver()
     driver.run(request("first"))

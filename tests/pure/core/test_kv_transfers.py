@@ -139,12 +139,14 @@ def test_a_request_waits_for_its_transfer_and_hits_what_came() -> None:
     driver = Driver()
     order = driver.transfers.begin_receiving("r", ChainRoot(), PROMPT)
     assert order is not None and (order.first, len(order.block_ids)) == (0, 4)
+    assert driver.scheduler.held.is_moving_blocks
     driver.scheduler.add(continued(), 0.0)
     driver.scheduler.add(request("other", num_outputs=2), 0.0)
     driver.run()
     assert driver.ended == ["other"], "only the one with a transfer waits"
     driver.transfers.received("r", 3)
     driver.end_receiving("r", driver.now)
+    assert not driver.scheduler.held.is_moving_blocks
     driver.plans.clear()
     driver.run()
     assert driver.ended == ["other", "r"]

@@ -13,12 +13,12 @@ DEADLINE_S = 30.0
 
 
 class Engine:
-    """Its only transfer of KV blocks ends right after its state was read."""
+    """Its only transfer of KV blocks, or its only save, ends right after its state was read."""
 
-    has_open_transfers = True
+    is_moving_blocks = True
 
     def stats(self) -> Any:
-        asyncio.get_running_loop().call_soon(setattr, self, "has_open_transfers", False)
+        asyncio.get_running_loop().call_soon(setattr, self, "is_moving_blocks", False)
         return SimpleNamespace(busy_since_s=None, num_steps_in_flight=0)
 
 

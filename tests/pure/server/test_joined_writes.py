@@ -64,6 +64,14 @@ def test_a_head_without_a_body_leaves_with_the_next_run_of_the_loop() -> None:
     assert written(lambda transport: transport.write(HEAD), 2) == [HEAD]
 
 
+def test_parts_leave_after_a_head_that_is_held() -> None:
+    def respond(transport: Any) -> None:
+        transport.write(HEAD)
+        transport.writelines([b"a", b"b"])
+
+    assert written(respond, 2) == [HEAD + b"ab"]
+
+
 def test_a_second_head_leaves_with_the_first() -> None:
     def respond(transport: Any) -> None:
         transport.write(HEAD)

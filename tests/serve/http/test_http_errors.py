@@ -114,6 +114,25 @@ def test_an_unknown_route_is_404(path: str) -> None:
     assert path in error_of(response)["message"]
 
 
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_a_path_without_parameters_takes_no_search_of_all_routes(
+    monkeypatch: pytest.MonkeyPatch, root_path: str
+) -> None:
+    async def searches(*_: object) -> None:
+        raise AssertionError("the router searches")
+
+    async def run() -> tuple[int, int]:
+        app = create_app(FakeEngine(), ServerOptions(root_path=root_path))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            found = await client.get(f"{root_path}/v1/models")
+            other = await client.get(f"{root_path}/v1/models/a")
+        return found.status_code, other.status_code
+
+    monkeypatch.setattr("starlette.routing.Router.__call__", searches)
+    assert asyncio.run(run()) == (200, 500)
+
+
 def test_a_wrong_method_is_405_and_names_the_right_one() -> None:
     response = ask("GET", CHAT)
     assert response.status_code == 405

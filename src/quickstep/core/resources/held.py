@@ -70,6 +70,16 @@ class HeldResources:
         last = () if states is None else (states,)
         self._all = (self.slots, KVRetention(pool), *self.gates, self.blocks, *last)
 
+    @property
+    def is_moving_blocks(self) -> bool:
+        """Whether KV blocks are on their way from or to engines or files, which ends whether steps
+        run or not.
+        """
+        tiers = self.tiers
+        if tiers is not None and (tiers.is_saving or tiers.is_restoring):
+            return True
+        return self.transfers is not None and self.transfers.are_open
+
     def check_request(self, request: Request) -> None:
         """Raise RequestError for a request that could never have one of them."""
         for resource in self._all:

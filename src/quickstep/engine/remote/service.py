@@ -398,8 +398,8 @@ class EngineService:
             began_s = time.perf_counter()
             stats = engine.stats()
             steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
-            # as these stats say it: what ends after them, as a transfer, need not be reported
-            busy = steps or bool(self._preparing) or engine.has_open_transfers
+            # read with the stats: a transfer that ends in the pause below sets nothing
+            busy = steps or bool(self._preparing) or engine.is_moving_blocks
             self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
             spent_s = time.perf_counter() - began_s
             await asyncio.sleep(min(spent_s / _STATS_PART, _STATS_EVERY_S))

@@ -88,6 +88,10 @@ class JoinedWrites:
             data, self._head = self._head + data, b""
             self._transport.write(data)
 
+    def writelines(self, parts: Iterable[bytes]) -> None:
+        """Write parts one after another."""
+        self.write(b"".join(parts))
+
     def _release(self) -> None:
         if self._head and not self._transport.is_closing():
             self.write(b"")
