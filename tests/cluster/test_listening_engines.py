@@ -375,6 +375,42 @@ def test_a_server_waits_for_an_engine_that_starts_after_it(
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
 
 
+def test_a_server_counts_what_an_engine_did_while_it_was_connected(tmp_path: Path) -> None:
+    async def answered(near: RemoteEngine) -> None:
+        request = Request("r", tuple(b"abc"), SamplingParams(max_tokens=5, ignore_eos=True))
+        async with near.stream(request) as stream:
+            assert [delta async for delta in stream][-1].finish_reason is FinishReason.MAX_TOKENS
+
+    async def test() -> None:
+        far, listener = await scripted_listener(tmp_path)
+        sock = bind(EngineAddress("127.0.0.1", 0), "--listen")
+        await listener.start(sock)
+        address = EngineAddress(*sock.getsockname()[:2])
+        for _ in range(2):  # the second server finds an engine that has counted
+            near = RemoteEngine(
+                scripted_worker.config(tmp_path),
+                connect=connector(address, hello()),
+                restart_limits=RECONNECTIONS,
+            )
+            await near.open()
+            await near.start()
+            assert near.stats().scheduler.totals.num_steps == 0
+            await answered(near)
+            lost = near._supervisor.process
+            await until(lambda near=near: near.stats().scheduler.totals.num_steps == 5)
+            lost.kill()
+            await until(lambda near=near: near.stats().num_restarts == 1)
+            await answered(near)
+            await near.stop()
+            totals = near.stats().scheduler.totals
+            assert (totals.num_steps, totals.num_output_tokens) == (10, 10)
+            assert len(near.step_log.steps) == 10
+        await listener.stop(0.0)
+        await far.engine.stop()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
 def test_times_of_an_engine_are_by_the_clock_of_the_server(tmp_path: Path) -> None:
     async def test() -> None:
         far, listener = await scripted_listener(tmp_path)

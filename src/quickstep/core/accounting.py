@@ -174,6 +174,25 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
+def counts(stats: SchedulerStats, times: int = 1) -> SchedulerStats:
+    """The counts since the start, `times` each, and nothing of the present."""
+
+    def of(struct: msgspec.Struct, names: SequenceOf[str]) -> dict[str, Any]:
+        return {name: times * getattr(struct, name) for name in names}
+
+    blocks, adapters, tier = stats.blocks, stats.adapters, stats.kv_tier
+    return SchedulerStats(
+        num_waiting=0,
+        num_running=0,
+        num_preempted=0,
+        num_in_flight=0,
+        blocks=PoolStats(0, 0, 0, **of(blocks, ("num_hits", "num_evictions"))),
+        totals=Totals(**of(stats.totals, Totals.__struct_fields__)),
+        adapters=adapters and AdapterStats(**of(adapters, ("num_loads", "num_evictions"))),
+        kv_tier=tier and KVTierStats(**of(tier, ("num_saved", "num_restored", "num_lost"))),
+    )
+
+
 def added(structs: SequenceOf[_S]) -> _S:
     """The sums of all fields of structs of one class; names are listed once. A field that is None
     counts for nothing.

@@ -8,8 +8,17 @@ import pytest
 from random_runs import random_run
 from scheduler_world import PROMPT, Setup, World, ask, finish
 
-from quickstep.core.accounting import UnitTicks
+from quickstep.core.accounting import (
+    AdapterStats,
+    KVTierStats,
+    SchedulerStats,
+    Totals,
+    UnitTicks,
+    added,
+    counts,
+)
 from quickstep.core.cost_model import StepLoad, UnitPrices
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S
 from quickstep.types import Activity
 
@@ -18,6 +27,26 @@ from quickstep.types import Activity
 def test_seconds_add_up_in_any_life(seed: int) -> None:
     """`World.verify`, at the end of each life, has the sums."""
     random_run(seed)
+
+
+def test_counts_of_a_process_that_ended_are_added_to_what_the_next_one_has() -> None:
+    """Blocks, queues and adapters are those of the process that runs."""
+    before = SchedulerStats(
+        *(1, 2, 3, 4),
+        blocks=PoolStats(5, 6, 7, num_hits=8, num_evictions=9),
+        totals=Totals(num_steps=10, idle_s=11.0),
+        adapters=AdapterStats(12, 13, 14, num_loads=15, num_evictions=16, running=("a",)),
+        kv_tier=KVTierStats(17, 18, num_saved=19, num_restored=20, num_lost=21, num_saving=1),
+    )
+    now = SchedulerStats(*(5, 6, 7, 8), blocks=PoolStats(9, 8, 7, 6, 5), totals=Totals(num_steps=4))
+    assert added([now, counts(before)]) == SchedulerStats(
+        *(5, 6, 7, 8),
+        blocks=PoolStats(9, 8, 7, 6 + 8, 5 + 9),
+        totals=Totals(num_steps=4 + 10, idle_s=11.0),
+        adapters=AdapterStats(num_loads=15, num_evictions=16),
+        kv_tier=KVTierStats(num_saved=19, num_restored=20, num_lost=21),
+    )
+    assert added([before, counts(before, -1)]).totals == Totals()
 
 
 def preempted_world() -> World:

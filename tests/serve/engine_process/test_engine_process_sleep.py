@@ -26,6 +26,7 @@ def test_an_engine_that_sleeps_has_no_process_and_wakes_with_the_same_bits(tmp_p
         assert not is_alive(before)
         stats = engine.stats()
         assert (stats.state, stats.failure, stats.num_restarts) == (EngineState.ASLEEP, "", 0)
+        assert stats.scheduler.totals.num_steps == 5, "the last ones are in its last report"
         with pytest.raises(EngineError, match="asleep"):
             ask(engine, "abc", FIVE)
         await engine.wake()

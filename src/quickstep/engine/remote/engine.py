@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import STALL_S, EngineConfig
-from quickstep.core.accounting import SchedulerStats, Totals, added
+from quickstep.core.accounting import SchedulerStats, added, counts
 from quickstep.core.admission import AdmissionState
 from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.resources.block_pool import PoolStats
@@ -107,13 +107,19 @@ class _WorkerStats:
     """The stats that the worker last sent, with counts over all of the engine's processes.
 
     Counts only grow, even if a process dies; blocks and queues are the current process's, and empty
-    while there is none.
+    while there is none. What an engine that listens counted before a connection, or between two, is
+    not this server's.
     """
 
     def __init__(self) -> None:
         self._last: EngineStats | None = None
-        self._past = Totals()
+        self._past: list[SchedulerStats] = []  # counts that the last stats do not have: their sum
         self._scheduler: SchedulerStats | None = None  # the last one, with the past
+
+    def open(self, stats: EngineStats) -> None:
+        """A worker is open, with these stats."""
+        self._past = [added([*self._past, counts(stats.scheduler, -1)])]
+        self.update(stats)
 
     def update(self, stats: EngineStats) -> None:
         """The worker sent its stats."""
@@ -122,8 +128,9 @@ class _WorkerStats:
     def add_past(self) -> str:
         """The worker has ended, with all its blocks and queues. Returns why its engine failed."""
         last = self._required()
-        self._past = added([self._past, last.scheduler.totals])
+        self._past = [added([*self._past, counts(last.scheduler)])]
         blocks = last.scheduler.blocks
+        empty = PoolStats(blocks.num_blocks, 0, 0, 0, 0)
         self._scheduler = None
         self._last = replace(
             last,
@@ -131,14 +138,7 @@ class _WorkerStats:
             last_step_s=None,
             num_steps_in_flight=0,
             admission=AdmissionState(),
-            scheduler=SchedulerStats(
-                num_waiting=0,
-                num_running=0,
-                num_preempted=0,
-                num_in_flight=0,
-                blocks=PoolStats(blocks.num_blocks, 0, 0, 0, 0),
-                totals=Totals(),
-            ),
+            scheduler=replace(counts(last.scheduler, 0), blocks=empty),
         )
         return last.failure
 
@@ -155,8 +155,7 @@ class _WorkerStats:
         """The current stats: the arguments, and the rest as the worker last sent it."""
         last = self._required()
         if self._scheduler is None:
-            totals = added([self._past, last.scheduler.totals])
-            self._scheduler = replace(last.scheduler, totals=totals)
+            self._scheduler = added([last.scheduler, *self._past])
         return replace(
             last,
             state=state,
@@ -774,7 +773,7 @@ class RemoteEngine:
         files = await asyncio.to_thread(file_versions, texts.path)
         self._model = _LoadedModel(facts, texts, files)
         self._is_draining = False
-        self._worker_stats.update(opened.stats)
+        self._worker_stats.open(opened.stats)
         self._reloads.clear()
         for name, adapter_path in self._changed_adapters.items():
             if name in self._adapters_at_start:  # no request may get what it was at the start

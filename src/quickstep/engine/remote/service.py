@@ -60,6 +60,7 @@ from quickstep.engine.remote.messages import (
     UnloadAdapter,
 )
 from quickstep.engine.remote.opening import Open
+from quickstep.engine.stats import EngineStats
 from quickstep.errors import ConfigError, EngineError, RequestError, text_for_clients
 from quickstep.types import Admission, Delta, Request, SequenceTimings, StepRecord
 
@@ -400,12 +401,15 @@ class EngineService:
             steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
             # read with the stats: a transfer that ends in the pause below sets nothing
             busy = steps or bool(self._preparing) or engine.is_moving_blocks
-            self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
+            self._put_stats(stats)
             spent_s = time.perf_counter() - began_s
             await asyncio.sleep(min(spent_s / _STATS_PART, _STATS_EVERY_S))
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()
+
+    def _put_stats(self, stats: EngineStats) -> None:
+        self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
 
     async def _report_failure(self, engine: Engine) -> None:
         """Send the stats of a failed engine, which has no requests that would cause it."""
@@ -462,11 +466,13 @@ class EngineService:
 
     async def _end_requests(self) -> None:
         """End the requests of this connection, then close it."""
+        engine = self._require_engine()
         self._preparing.clear()
         for request_id in tuple(self._live):
-            self._require_engine().abort(self._prefix + request_id)
+            engine.abort(self._prefix + request_id)
         await self.wait_until_idle()
         await asyncio.sleep(0)  # what ended is put
+        self._put_stats(engine.stats())  # what it has counted up to here
         self._stopped = True
         await self.close()
 
@@ -476,6 +482,8 @@ class EngineService:
             if self._engine is not None:
                 await self._engine.stop()
             await asyncio.sleep(0)  # what ended with it is put
+            if self._engine is not None:
+                self._put_stats(self._engine.stats())  # the last ones
             await self._sender.flush()
             self._stopped = self._engine is not None
         except Exception:  # the task's top: the process ends, in order or not
