@@ -94,6 +94,7 @@ _MOST_CAPTURE_S = 60.0
 _SPINNING, _SHORTEST = "OPENBLAS_THREAD_TIMEOUT", "4"
 # Until a lost process has been noticed, whose parts were missing before.
 _FAILURE_S = 5.0
+_caller_freezes = False  # found once: to count frozen objects takes 10 ms for a million
 
 _LOADING = (
     "quickstep.model.checkpoint.weights",
@@ -195,7 +196,9 @@ def _collect_later() -> None:
     """Make the objects that exist now the oldest ones, which the next complete collection scans:
     the one of young objects that is due would take longer than a step.
     """
-    if gc.get_freeze_count() == 0:  # else a caller's objects would be unfrozen as well
+    global _caller_freezes
+    _caller_freezes = _caller_freezes or gc.get_freeze_count() > 0
+    if not _caller_freezes:  # else the caller's objects would be unfrozen as well
         gc.freeze()
         gc.unfreeze()
 
