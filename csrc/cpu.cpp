@@ -16,23 +16,18 @@
 namespace qs {
 
 // CMakeLists.txt defines QS_HAS_<level> for those that exist.
-namespace avx512_amx { extern const Kernels kernels; }
-namespace avx512_bf16 { extern const Kernels kernels; }
-namespace avx512_vnni { extern const Kernels kernels; }
-namespace avx512 { extern const Kernels kernels; }
-namespace avx_vnni { extern const Kernels kernels; }
-namespace avx2 { extern const Kernels kernels; }
-namespace neon_bf16 { extern const Kernels kernels; }
-namespace neon_dotprod { extern const Kernels kernels; }
-namespace neon { extern const Kernels kernels; }
-namespace portable { extern const Kernels kernels; }
+namespace avx512_amx { Kernels table(); }
+namespace avx512_bf16 { Kernels table(); }
+namespace avx512_vnni { Kernels table(); }
+namespace avx512 { Kernels table(); }
+namespace avx_vnni { Kernels table(); }
+namespace avx2 { Kernels table(); }
+namespace neon_bf16 { Kernels table(); }
+namespace neon_dotprod { Kernels table(); }
+namespace neon { Kernels table(); }
+namespace portable { Kernels table(); }
 
 namespace {
-
-struct Level {
-  const Kernels* kernels;
-  bool supported;
-};
 
 bool has(uint64_t word, int bit) { return (word >> bit) & 1; }
 
@@ -151,9 +146,10 @@ Features read_features() {
 
 #endif
 
+// Those that this machine runs.
 struct Levels {
   static constexpr int kCount = 8;
-  Level all[kCount] = {};
+  Kernels all[kCount] = {};
   int count = 0;
   char names[128] = {};
 
@@ -163,42 +159,43 @@ struct Levels {
     [[maybe_unused]] const Features f = read_features();
 #endif
 #if defined(QS_HAS_avx512_amx)
-    add(&avx512_amx::kernels, supports_avx512_amx(f));
+    add(avx512_amx::table, supports_avx512_amx(f));
 #endif
 #if defined(QS_HAS_avx512_bf16)
-    add(&avx512_bf16::kernels, supports_avx512_bf16(f));
+    add(avx512_bf16::table, supports_avx512_bf16(f));
 #endif
 #if defined(QS_HAS_avx512_vnni)
-    add(&avx512_vnni::kernels, supports_avx512_vnni(f));
+    add(avx512_vnni::table, supports_avx512_vnni(f));
 #endif
 #if defined(QS_HAS_avx512)
-    add(&avx512::kernels, supports_avx512(f));
+    add(avx512::table, supports_avx512(f));
 #endif
 #if defined(QS_HAS_avx_vnni)
-    add(&avx_vnni::kernels, supports_avx_vnni(f));
+    add(avx_vnni::table, supports_avx_vnni(f));
 #endif
 #if defined(QS_HAS_avx2)
-    add(&avx2::kernels, supports_avx2(f));
+    add(avx2::table, supports_avx2(f));
 #endif
 #if defined(QS_HAS_neon)
     [[maybe_unused]] const Features f = read_features();
 #if defined(QS_HAS_neon_bf16)
-    add(&neon_bf16::kernels, supports_neon_bf16(f));
+    add(neon_bf16::table, supports_neon_bf16(f));
 #endif
 #if defined(QS_HAS_neon_dotprod)
-    add(&neon_dotprod::kernels, supports_neon_dotprod(f));
+    add(neon_dotprod::table, supports_neon_dotprod(f));
 #endif
-    add(&neon::kernels, true);
+    add(neon::table, true);
 #else
-    add(&portable::kernels, true);
+    add(portable::table, true);
 #endif
   }
 
-  void add(const Kernels* kernels, bool supported) {
-    all[count++] = {kernels, supported};
+  // Not even the table of a level may be asked for where its instructions are unknown.
+  void add(Kernels (*table)(), bool supported) {
     if (!supported) return;
-    if (names[0] != 0) strcat(names, " ");
-    strcat(names, kernels->name);
+    all[count] = table();
+    if (count > 0) strcat(names, " ");
+    strcat(names, all[count++].name);
   }
 };
 
@@ -211,10 +208,8 @@ const Levels& levels() {
 
 const Kernels* find_kernels(const char* isa) {
   for (int i = 0; i < levels().count; ++i) {
-    const Level& level = levels().all[i];
-    if (level.supported && (isa[0] == 0 || strcmp(isa, level.kernels->name) == 0)) {
-      return level.kernels;
-    }
+    const Kernels& level = levels().all[i];
+    if (isa[0] == 0 || strcmp(isa, level.name) == 0) return &level;
   }
   return nullptr;
 }

@@ -24,7 +24,7 @@
 
 #include "kernels/amx_items.h"
 #include "kernels/amx_tiles.h"
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/quantized_activations.h"
 #include "kernels/quantized_output.h"
 #include "kernels/quantized_unpack.h"

@@ -1,6 +1,6 @@
 // a + b, or a * factor, in fp32, rounded once: bits that no order or grouping can change.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/simd.h"
 
 namespace qs::QS_LEVEL {
@@ -22,13 +22,17 @@ void compute(const ElementwiseArgs& args, int64_t first, int64_t last) {
 
 }  // namespace
 
-void elementwise(Pool* pool, const ElementwiseArgs& args) {
+static void elementwise(Pool* pool, const ElementwiseArgs& args) {
   const int64_t items = max_of(1, args.count / kItemElements);
   with_dtype(args.dtype, [&](auto type) {
     parallel_for(pool, items, [&](int64_t i) {
       compute<decltype(type)>(args, args.count * i / items, args.count * (i + 1) / items);
     });
   });
+}
+
+void enter_elementwise(Kernels& level) {
+  level.elementwise = elementwise;
 }
 
 }  // namespace qs::QS_LEVEL

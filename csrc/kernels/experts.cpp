@@ -3,7 +3,7 @@
 // The same IEEE operations in the same order as ops/reference/experts.py, so bits agree with it on
 // every level. The sum of a softmax is exact: exponentials are rounded to multiples of 2^-39.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/vecmath64.h"
 
 namespace qs::QS_LEVEL {
@@ -140,7 +140,7 @@ void add_outputs(const AddExpertsArgs& args, int64_t token, int64_t first, int64
 
 }  // namespace
 
-void route(Pool* pool, const qs_route_call& call) {
+static void route(Pool* pool, const qs_route_call& call) {
   with_dtype(call.dtype, [&](auto type) {
     parallel_for(pool, div_up(call.num_tokens, kItemTokens), [&](int64_t item) {
       double shares[kMaxExperts], worth[kMaxExperts];
@@ -152,7 +152,7 @@ void route(Pool* pool, const qs_route_call& call) {
   });
 }
 
-void add_experts(Pool* pool, const AddExpertsArgs& args) {
+static void add_experts(Pool* pool, const AddExpertsArgs& args) {
   const int64_t parts = div_up(args.n, kItemColumns);
   with_dtype(args.dtype, [&](auto type) {
     parallel_for(pool, args.num_tokens * parts, [&](int64_t item) {
@@ -161,6 +161,11 @@ void add_experts(Pool* pool, const AddExpertsArgs& args) {
                                   min_of(args.n, first + kItemColumns));
     });
   });
+}
+
+void enter_experts(Kernels& level) {
+  level.route = route;
+  level.add_experts = add_experts;
 }
 
 }  // namespace qs::QS_LEVEL

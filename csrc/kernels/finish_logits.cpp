@@ -3,7 +3,7 @@
 // The same IEEE operations in the same order as ops/reference/exact_math.py, so bits agree with it
 // on every level; loops are left to the compiler's vectoriser.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/vecmath64.h"
 
 namespace qs::QS_LEVEL {
@@ -31,7 +31,7 @@ void cap_chunk(float* values, int64_t count, double cap) {
 
 }  // namespace
 
-void finish_logits(Pool* pool, const FinishLogitsArgs& args) {
+static void finish_logits(Pool* pool, const FinishLogitsArgs& args) {
   const int64_t items = max_of(1, args.count / kItemElements);
   with_dtype(args.dtype, [&](auto type) {
     parallel_for(pool, items, [&](int64_t item) {
@@ -43,6 +43,10 @@ void finish_logits(Pool* pool, const FinishLogitsArgs& args) {
       }
     });
   });
+}
+
+void enter_finish_logits(Kernels& level) {
+  level.finish_logits = finish_logits;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,7 +1,7 @@
 // Activations of rows, times other rows where there are such.
 
 #include "kernels/activate_row.h"
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -22,7 +22,7 @@ void activate_part(const GatedArgs& args, int64_t row, int64_t first, int64_t la
 
 }  // namespace
 
-void gated_activation(Pool* pool, const GatedArgs& args) {
+static void gated_activation(Pool* pool, const GatedArgs& args) {
   const int64_t total = args.num_tokens * args.n;
   const int64_t items = max_of(1, total / kItemElements);
   with_dtype(args.dtype, [&](auto type) {
@@ -38,6 +38,10 @@ void gated_activation(Pool* pool, const GatedArgs& args) {
       }
     });
   });
+}
+
+void enter_gated_activation(Kernels& level) {
+  level.gated_activation = gated_activation;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,6 +1,6 @@
 // What attention over latents keeps of every token: a normed vector, and a part that is turned.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/norm_row.h"
 #include "kernels/rotary_turn.h"
 
@@ -21,7 +21,7 @@ void write_keys(const qs_latent_keys_call& call, int64_t token) {
 
 }  // namespace
 
-void latent_keys(Pool* pool, const qs_latent_keys_call& call) {
+static void latent_keys(Pool* pool, const qs_latent_keys_call& call) {
   const int64_t tokens = call.num_tokens;
   const int64_t elements = tokens * (call.size + 2 * call.half);
   const int64_t items = max_of(1, min_of(tokens, elements / kItemElements));
@@ -32,6 +32,10 @@ void latent_keys(Pool* pool, const qs_latent_keys_call& call) {
       }
     });
   });
+}
+
+void enter_latent_keys(Kernels& level) {
+  level.latent_keys = latent_keys;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -3,7 +3,7 @@
 // The mean, then the mean square of what differs from it; one accumulator vector per row, in order.
 // A row is the work of one thread.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
@@ -65,7 +65,7 @@ void layer_norm_rows(const LayerNormArgs& args, int64_t first, int64_t last) {
 
 }  // namespace
 
-void layer_norm(Pool* pool, const LayerNormArgs& args) {
+static void layer_norm(Pool* pool, const LayerNormArgs& args) {
   const int64_t rows = args.outer * args.inner;
   const int64_t items = max_of(1, min_of(rows, rows * args.size / kItemElements));
   with_dtype(args.dtype, [&](auto type) {
@@ -73,6 +73,10 @@ void layer_norm(Pool* pool, const LayerNormArgs& args) {
       layer_norm_rows<decltype(type)>(args, rows * i / items, rows * (i + 1) / items);
     });
   });
+}
+
+void enter_layer_norm(Kernels& level) {
+  level.layer_norm = layer_norm;
 }
 
 }  // namespace qs::QS_LEVEL

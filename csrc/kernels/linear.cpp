@@ -12,7 +12,7 @@
 //         for each panel group         accumulators in registers, sums in `c` (48 KiB)
 
 #include "kernels/amx_linear.h"
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/head_linear.h"
 #include "kernels/linear_output.h"
 #include "kernels/linear_tile.h"
@@ -227,7 +227,7 @@ void pack_panel(const PackArgs& args, int64_t panel) {
 
 }  // namespace
 
-void pack_linear(Pool* pool, const PackArgs& args) {
+static void pack_linear(Pool* pool, const PackArgs& args) {
   with_dtype(args.packed->dtype, [&](auto type) {
     using T = decltype(type);
     parallel_for(pool, args.packed->num_panels,
@@ -235,7 +235,7 @@ void pack_linear(Pool* pool, const PackArgs& args) {
   });
 }
 
-void linear(Pool* pool, const LinearArgs& args) {
+static void linear(Pool* pool, const LinearArgs& args) {
   if (kTilesOfBf16 && args.packed->dtype == QS_BF16) {
     linear_tiles(pool, args);
     return;
@@ -243,7 +243,7 @@ void linear(Pool* pool, const LinearArgs& args) {
   with_dtype(args.packed->dtype, [&](auto type) { linear_typed<decltype(type)>(pool, args); });
 }
 
-void head_linear(Pool* pool, const HeadLinearArgs& args) {
+static void head_linear(Pool* pool, const HeadLinearArgs& args) {
   if (kTilesOfBf16 && args.packed->dtype == QS_BF16) {
     head_linear_tiles(pool, args);
     return;
@@ -251,12 +251,19 @@ void head_linear(Pool* pool, const HeadLinearArgs& args) {
   with_dtype(args.packed->dtype, [&](auto type) { head_linear_typed<decltype(type)>(pool, args); });
 }
 
-bool gated_linear(Pool* pool, const LinearArgs& args, int activation) {
+static bool gated_linear(Pool* pool, const LinearArgs& args, int activation) {
   const PackedLinear& packed = *args.packed;
   const bool has_kernel = kTilesOfBf16 && packed.dtype == QS_BF16;
   if (!has_kernel || packed.n % (2 * kPanel) != 0) return false;
   gated_linear_tiles(pool, args, activation);
   return true;
+}
+
+void enter_linear(Kernels& level) {
+  level.pack_linear = pack_linear;
+  level.linear = linear;
+  level.head_linear = head_linear;
+  level.gated_linear = gated_linear;
 }
 
 }  // namespace qs::QS_LEVEL

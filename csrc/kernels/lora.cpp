@@ -9,7 +9,7 @@
 // tile's shape or on other tokens. Shrink: 2 tokens x 4 ranks, 8 accumulators, with both operands
 // loaded along the inputs. Expand: 4 tokens x 2 vectors of outputs, 8 accumulators as well.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/simd.h"
 
 namespace qs::QS_LEVEL {
@@ -188,7 +188,7 @@ void multiply_a(const LoRAArgs& args, const LoRATile& tile) {
 
 }  // namespace
 
-void add_lora(Pool* pool, const LoRAArgs& args) {
+static void add_lora(Pool* pool, const LoRAArgs& args) {
   with_dtype(args.dtype, [&](auto type) {
     using T = decltype(type);
     parallel_for(pool, args.num_shrink, [&](int64_t i) {
@@ -202,6 +202,10 @@ void add_lora(Pool* pool, const LoRAArgs& args) {
       is_int8 ? expand<T, int8_t>(args, tile) : expand<T, T>(args, tile);
     });
   });
+}
+
+void enter_lora(Kernels& level) {
+  level.add_lora = add_lora;
 }
 
 }  // namespace qs::QS_LEVEL

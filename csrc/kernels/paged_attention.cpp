@@ -15,7 +15,7 @@
 #include "kernels/attention_groups.h"
 #include "kernels/attention_loader.h"
 #include "kernels/attention_pairs.h"
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -528,7 +528,7 @@ void run(Pool* pool, const SplitKernel& kernel, const qs_attention& call) {
 
 }  // namespace
 
-int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
+static int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
   const Work work = count_work(call);
   const bool worthwhile = num_threads > 1 && work.passes < 2 * num_threads &&
                           work.split_passes > work.passes;
@@ -537,7 +537,7 @@ int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
   return worthwhile ? work.split_passes * state_bytes : 0;
 }
 
-void paged_attention(Pool* pool, const qs_attention& call) {
+static void paged_attention(Pool* pool, const qs_attention& call) {
   SplitKernel kernel;
   with_dtype(call.dtype, [&](auto type) {
     with_kv_dtype(call.kv_dtype, [&](auto kv_type) {
@@ -551,6 +551,11 @@ void paged_attention(Pool* pool, const qs_attention& call) {
   } else {
     run<kUsualHeadSize>(pool, kernel, call);
   }
+}
+
+void enter_paged_attention(Kernels& level) {
+  level.attention_scratch_bytes = attention_scratch_bytes;
+  level.paged_attention = paged_attention;
 }
 
 }  // namespace qs::QS_LEVEL

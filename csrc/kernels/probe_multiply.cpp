@@ -4,7 +4,7 @@
 #if defined(__AMX_INT8__)
 #include "kernels/amx_tiles.h"
 #endif
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/linear_tile.h"
 #include "kernels/quantized_tile.h"
 
@@ -121,7 +121,7 @@ int32_t multiply_int8(int64_t rounds) {
 
 }  // namespace
 
-int64_t probe_multiply_int8(Pool* pool, int64_t rounds) {
+static int64_t probe_multiply_int8(Pool* pool, int64_t rounds) {
   const int64_t num_items = pool_size(pool) * kItemsPerThread;
   parallel_for(pool, num_items, [&](int64_t) {
     volatile int32_t kept = multiply_int8(rounds);
@@ -130,7 +130,7 @@ int64_t probe_multiply_int8(Pool* pool, int64_t rounds) {
   return num_items * rounds * kRoundOps;
 }
 
-int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {
+static int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {
   const int64_t num_items = pool_size(pool) * kItemsPerThread;
 #if defined(__AMX_INT8__)
   if (dtype == QS_BF16) {
@@ -151,6 +151,11 @@ int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {
     });
   });
   return num_items * rounds * kAccumulators * flops_per_add;
+}
+
+void enter_probe_multiply(Kernels& level) {
+  level.probe_multiply = probe_multiply;
+  level.probe_multiply_int8 = probe_multiply_int8;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -5,7 +5,7 @@
 // as linear reads its panels at one row: a single stream per thread does not fill the memory's
 // queues. kStreams vectors are summed in registers.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/simd.h"
 
 namespace qs::QS_LEVEL {
@@ -35,13 +35,17 @@ uint32_t read_item(const char* item) {
 
 }  // namespace
 
-uint32_t probe_read(Pool* pool, const void* data, int64_t num_bytes) {
+static uint32_t probe_read(Pool* pool, const void* data, int64_t num_bytes) {
   const char* bytes = static_cast<const char*>(data);
   uint32_t sum = 0;
   parallel_for(pool, num_bytes / kItemBytes, [&](int64_t item) {
     __atomic_fetch_add(&sum, read_item(bytes + item * kItemBytes), __ATOMIC_RELAXED);
   });
   return sum;
+}
+
+void enter_probe_read(Kernels& level) {
+  level.probe_read = probe_read;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,7 +1,7 @@
 // Weights into quants, as ops/reference/quantize.py defines: a row is one group, rounded to nearest
 // about the middle quant; or groups whose scale is the best of a few, by squared error.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/quantize_sub_blocks.h"
 
 namespace qs::QS_LEVEL {
@@ -210,7 +210,7 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t end) {
 
 }  // namespace
 
-void quantize_weights(Pool* pool, const QuantizeArgs& args) {
+static void quantize_weights(Pool* pool, const QuantizeArgs& args) {
   constexpr int64_t kItemElements = 1 << 16;
   const int64_t rows = max_of(1, kItemElements / args.k);
   with_dtype(args.dtype, [&](auto type) {
@@ -220,6 +220,10 @@ void quantize_weights(Pool* pool, const QuantizeArgs& args) {
       quantize_rows<T>(args, item * rows, end);
     });
   });
+}
+
+void enter_quantize_weights(Kernels& level) {
+  level.quantize_weights = quantize_weights;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -7,21 +7,10 @@
 //   others    a row to a tile's most x a part of a panel
 #pragma once
 
+#include "kernels/quantized_sums.h"
 #include "kernels/quantized_unpack.h"
-#include "kernels/quantized_tile.h"
 
 namespace qs::QS_LEVEL {
-
-// More rows have fewer outputs at once: no more sums, and quants are unpacked once for all rows.
-constexpr int direct_vectors(int rows) {
-  return rows > kQuantizedRows ? kTileVectors / 2 : kTileVectors;
-}
-
-static_assert(direct_vectors(kPartRows) == kTileVectors);
-
-constexpr int max_direct_panels(int rows) {
-  return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
-}
 
 // What a tile reads of one half of a piece: 16 inputs, two pairs of quants.
 struct DirectHalf {
@@ -196,10 +185,5 @@ struct DirectTileTable {
   }
   constexpr DirectTileTable() { fill<1, 1>(); }
 };
-
-QS_INLINE QuantizedTileFn direct_tile(const PackedQuantized& packed, int rows, int panels) {
-  static constexpr DirectTileTable table;
-  return table.entries[packed.half_scales ? 1 : 0][rows - 1][panels - 1];
-}
 
 }  // namespace qs::QS_LEVEL

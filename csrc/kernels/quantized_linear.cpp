@@ -17,10 +17,11 @@
 // from memory once then. Otherwise items of one chunk do.
 
 #include "kernels/amx_quantized.h"
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/quantized_activations.h"
-#include "kernels/quantized_direct.h"
 #include "kernels/quantized_output.h"
+#include "kernels/quantized_tile.h"
+#include "kernels/quantized_unpack.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -284,7 +285,7 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
 
 }  // namespace
 
-void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
+static void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const PackedQuantized& stored = *call.packed;
   PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
   QuantizedLinearArgs args = call;
@@ -329,7 +330,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
                [&](int64_t item) { run_item(problem, item); });
 }
 
-bool gated_quantized(Pool* pool, const QuantizedLinearArgs& call, int activation) {
+static bool gated_quantized(Pool* pool, const QuantizedLinearArgs& call, int activation) {
   const PackedQuantized& stored = *call.packed;
   const PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
   QuantizedLinearArgs args = call;
@@ -337,6 +338,11 @@ bool gated_quantized(Pool* pool, const QuantizedLinearArgs& call, int activation
   if (!runs_on_tiles(args) || packed.n % (2 * kQuantizedPanel) != 0) return false;
   gated_quantized_tiles(pool, args, stored, activation);
   return true;
+}
+
+void enter_quantized_linear(Kernels& level) {
+  level.quantized_linear = quantized_linear;
+  level.gated_quantized = gated_quantized;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,6 +1,6 @@
 // Quants, scales and zeros into the layout of quantized.h, a panel at a time, and rows out of it.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/quantized.h"
 #include "kernels/simd.h"
 
@@ -298,13 +298,13 @@ void read_plain_row(const PackedLinear& packed, int64_t output, T* out) {
 
 }  // namespace
 
-void pack_quantized(Pool* pool, const PackQuantizedArgs& args) {
+static void pack_quantized(Pool* pool, const PackQuantizedArgs& args) {
   const PackedQuantized& packed = *args.packed;
   const LevelNumbers numbers(packed.levels);
   parallel_for(pool, packed.num_panels, [&](int64_t panel) { pack_panel(args, numbers, panel); });
 }
 
-void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
+static void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
                     int64_t num_tokens, void* out) {
   with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
@@ -314,7 +314,7 @@ void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const 
   });
 }
 
-void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int64_t num_tokens,
+static void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int64_t num_tokens,
                  void* out) {
   with_dtype(packed.dtype, [&](auto type) {
     using T = decltype(type);
@@ -322,6 +322,12 @@ void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int
       read_plain_row(packed, ids[i], static_cast<T*>(out) + i * packed.k);
     });
   });
+}
+
+void enter_quantized_pack(Kernels& level) {
+  level.linear_rows = linear_rows;
+  level.pack_quantized = pack_quantized;
+  level.quantized_rows = quantized_rows;
 }
 
 }  // namespace qs::QS_LEVEL

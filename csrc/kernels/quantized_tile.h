@@ -1,21 +1,54 @@
-// The register tile of the low-bit linear: R rows x V vectors of outputs, in S panels at once, of
-// integer sums.
-//
-//   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
-//             4 bits, and 1 row x 4 panels: 4 streams of memory a thread
-//   AVX2      2 x 4 vectors (half a panel), and 1 row x half of 2 panels: 2 streams; of 6 bits
-//             and levels without VNNI 1 row x half a panel, whose sums stay in registers
-//   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
-//   portable  2 x 4 vectors (a quarter of a panel), in plain C++
-//
-// Sums are exact, so their order is free; every level computes the same integers.
+// The shapes of the low-bit linear's register tiles, and the functions that compute them
+// (quantized_tiles.cpp). Levels that have the same integer products have the same functions: those of
+// QS_TILES.
 #pragma once
-
-#include <type_traits>
 
 #include "kernels/quantized_dot.h"
 
+namespace qs {
+
+constexpr int64_t kCacheLine = 64;
+
+struct QuantizedTileArgs {
+  const int8_t* x;         // [steps][R][4], from the block's first step on
+  const int32_t* factors;  // [groups][2][R]: scales, corrections; from the block's first group on
+  const int32_t* parts;    // with sub-block scales, see QuantizedRows; from the block's first
+  const uint8_t* w;        // the block's quants in the first panel, at the tile's part
+  int64_t panel_bytes;
+  int64_t group_bytes;
+  int64_t quant_bytes;      // of a group in a panel
+  int64_t part_outputs;    // outputs of the panel before the tile's part
+  int64_t num_inputs;      // of a group, or of the block within the one group; padded
+  int64_t num_groups;      // of the block
+  int64_t shared_groups;   // groups with one scale of activations, in a row
+  int64_t super_groups;    // groups of a super-block, a power of two
+  int64_t super_bytes;     // of its own scales, which precede them
+  const uint8_t* levels;   // of the weight
+  bool first;              // the first block: c is written, afterwards added to
+  void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
+  const char* fetch;       // what to bring into L2 meanwhile
+  int fetch_lines;         // cache lines a step
+  int64_t fetch_stride;    // from a step to the next; 0 fetches nothing more
+  int64_t fetch_scales;    // from the end of a group's steps to the next group
+};
+
+using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
+
+}  // namespace qs
+
+namespace qs::QS_TILES {
+
+// That of a level's tile, of rows and panels up to the largest ones below.
+QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows, int panels);
+// The same for quants with sub-block scales, which are read in place.
+QuantizedTileFn direct_tile(const PackedQuantized& packed, int rows, int panels);
+
+}  // namespace qs::QS_TILES
+
 namespace qs::QS_LEVEL {
+
+using QS_TILES::direct_tile;
+using QS_TILES::quantized_tile;
 
 constexpr int kTileVectors = 4;
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
@@ -63,340 +96,15 @@ constexpr int max_quantized_panels(int held_bits, int bits, int rows) {
   return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
-struct QuantizedTileArgs {
-  const int8_t* x;         // [steps][R][4], from the block's first step on
-  const int32_t* factors;  // [groups][2][R]: scales, corrections; from the block's first group on
-  const int32_t* parts;    // with sub-block scales, see QuantizedRows; from the block's first
-  const uint8_t* w;        // the block's quants in the first panel, at the tile's part
-  int64_t panel_bytes;
-  int64_t group_bytes;
-  int64_t quant_bytes;      // of a group in a panel
-  int64_t part_outputs;    // outputs of the panel before the tile's part
-  int64_t num_inputs;      // of a group, or of the block within the one group; padded
-  int64_t num_groups;      // of the block
-  int64_t shared_groups;   // groups with one scale of activations, in a row
-  int64_t super_groups;    // groups of a super-block, a power of two
-  int64_t super_bytes;     // of its own scales, which precede them
-  const uint8_t* levels;   // of the weight
-  bool first;              // the first block: c is written, afterwards added to
-  void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
-  const char* fetch;       // what to bring into L2 meanwhile
-  int fetch_lines;         // cache lines a step
-  int64_t fetch_stride;    // from a step to the next; 0 fetches nothing more
-  int64_t fetch_scales;    // from the end of a group's steps to the next group
-};
-
-using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
-
-// Cache lines that a tile fetches per step and panel, at most: as many as it reads. It is all of
-// them where there is but one tile. None for 2 or 3 rows of several panels, which are faster with
-// the hardware's prefetching only.
-constexpr int64_t kCacheLine = 64;
-constexpr int fetched_lines(int rows, int panels) {
-  if (rows > 1 && panels > 1) return 0;
-  return kPartBytes < kCacheLine ? 1 : static_cast<int>(kPartBytes / kCacheLine);
+// More rows have fewer outputs at once: no more sums, and quants are unpacked once for all rows.
+constexpr int direct_vectors(int rows) {
+  return rows > kQuantizedRows ? kTileVectors / 2 : kTileVectors;
 }
 
-// The integer sums of a group. Everything is read at one pointer per stream, with constant offsets:
-// registers that run short here are spilled to vectors, which delays the next group's loads.
-template <typename F, int R, int S>
-struct QuantizedTile {
-  static constexpr int V = kTileVectors;
-  static constexpr int64_t kVectorBytes = sizeof(vi);
-  static constexpr int64_t kStepQuants = R * kStepInputs;
-  static constexpr int kLines = fetched_lines(R, S);
-  using D = Dot<F::kBits>;
-  using L = Levels<F::kLooks>;
-  vi sum[R][S * V];
+static_assert(direct_vectors(kPartRows) == kTileVectors);
 
-  // Of the steps whose quants are in the same bytes, number `Step`.
-  template <int Step>
-  QS_INLINE void step(const uint8_t* w, int64_t panel_bytes, const L& levels, const int8_t* x) {
-    if constexpr (R <= V) {
-      vi held[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) held[r] = activations(x + r * kStepInputs);
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) {
-        const auto quants = weights<Step>(w, panel_bytes, levels, v);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) D::add(sum[r][v], quants, held[r]);
-      }
-    } else {
-      typename D::Quants held[S * V];
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[v] = weights<Step>(w, panel_bytes, levels, v);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const vi streamed = activations(x + r * kStepInputs);
-#pragma GCC unroll 16
-        for (int v = 0; v < S * V; ++v) D::add(sum[r][v], held[v], streamed);
-      }
-    }
-  }
-
-  template <int Step>
-  static QS_INLINE typename D::Quants weights(const uint8_t* w, int64_t panel_bytes,
-                                              const L& levels, int v) {
-    const vquants held = held_step<F::kHeld, Step>(w + v / V * panel_bytes + v % V * kVectorBytes);
-    if constexpr (F::kLooks) {
-      return D::flipped(levels.of(held));
-    } else if constexpr (F::kUnpacked) {
-      return D::flipped(held);
-    } else {
-      return D::quants(held);
-    }
-  }
-
-  static QS_INLINE vi activations(const int8_t* x) {
-    int32_t four;
-    memcpy(&four, x, sizeof(four));
-    return set1i(four);
-  }
-
-  // Fetches are spread over the steps: in a burst they would fill the queue of misses and stop
-  // loads.
-  template <int Lines>
-  static QS_INLINE void bring(const char* fetch, int64_t panel_bytes) {
-#pragma GCC unroll 16
-    for (int i = 0; i < S * Lines; ++i) {
-      __builtin_prefetch(fetch + i / Lines * panel_bytes + i % Lines * kCacheLine, 0, 2);
-    }
-  }
-
-  // The step's fetches: all lines in a tile of several panels, else `fetch_lines`.
-  static QS_INLINE void bring_step(const char* fetch, const QuantizedTileArgs& args) {
-    if constexpr (S > 1 || kLines <= 1) {
-      if constexpr (kLines > 0) bring<kLines>(fetch, args.panel_bytes);
-    } else {
-      bring<1>(fetch, args.panel_bytes);
-      if (args.fetch_lines > 1) {
-        bring<1>(fetch + kCacheLine, args.panel_bytes);
-        if constexpr (kLines > 2) {
-          if (args.fetch_lines > 2) bring<kLines - 2>(fetch + 2 * kCacheLine, args.panel_bytes);
-        }
-      }
-    }
-  }
-
-  // Moves all three pointers past the group's steps.
-  QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch, const L& levels,
-                     const QuantizedTileArgs& args) {
-    constexpr int64_t kInputs = packed_inputs(F::kHeld);
-    for (int64_t k = 0; k < args.num_inputs; k += kInputs) {
-      bring_step(fetch, args);
-      fetch += args.fetch_stride;
-      step<0>(w, args.panel_bytes, levels, x);
-      if constexpr (F::kHeld == 4) step<1>(w, args.panel_bytes, levels, x + kStepQuants);
-      if constexpr (F::kHeld == 6) {
-        bring_step(fetch, args);
-        fetch += args.fetch_stride;
-        step<1>(w, args.panel_bytes, levels, x + kStepQuants);
-        bring_step(fetch, args);
-        fetch += args.fetch_stride;
-        step<2>(w, args.panel_bytes, levels, x + 2 * kStepQuants);
-        asm volatile("" ::: "memory");  // or what was loaded for the other steps is spilled
-        step<3>(w, args.panel_bytes, levels, x + 3 * kStepQuants);
-      }
-      w += packed_bytes(F::kHeld);
-      x += kStepQuants * (kInputs / kStepInputs);
-    }
-  }
-};
-
-// The place of the tile's sums in c.
-template <typename T, int S>
-QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
-  return static_cast<T*>(args.c) + (row * S + vector / kTileVectors) * kQuantizedPanel +
-         vector % kTileVectors * W;
-}
-
-// One group: the block's integer sums, added to c.
-template <typename F, int R, int S>
-void run_single(const QuantizedTileArgs& call) {
-  constexpr int V = kTileVectors;
-  const QuantizedTileArgs args = call;  // a copy, which no store can change
-  using Tile = QuantizedTile<F, R, S>;
-  const typename Tile::L levels(args.levels, Tile::D::kFlip);
-  Tile tile = {};
-  const uint8_t* w = args.w;
-  const int8_t* x = args.x;
-  const char* fetch = args.fetch;
-  tile.run(w, x, fetch, levels, args);
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < S * V; ++v) {
-      int32_t* c = at<int32_t, S>(args, r, v);
-      vi total = {};
-      if (!args.first) memcpy(&total, c, sizeof(total));
-      total += tile.sum[r][v];
-      memcpy(c, &total, sizeof(total));
-    }
-  }
-}
-
-// Groups in ascending order: c = fma((dot - zero * sum) * x_scale, w_scale, c). Of 4 bits, where
-// some groups share an x_scale: part = fma(dot - zero * sum, w_scale, part) over those, from 0, and
-// then c = fma(part, x_scale, c): one operation a group less on the units that multiply. With
-// minimums the dot is that of the quants themselves, and after it minimum * sum is added to part, or
-// minimum * (sum * x_scale) to c. Scales that are bytes have factors per super-block.
-template <typename F, int R, int S, typename Scale, Offset Kind>
-void run_groups(const QuantizedTileArgs& call) {
-  constexpr int V = kTileVectors;
-  constexpr int Bits = F::kBits;
-  constexpr bool kShares = Bits == 4, kSuper = std::is_same_v<Scale, int8_t>;
-  using Tile = QuantizedTile<F, R, S>;
-  const QuantizedTileArgs args = call;  // a copy, which no store can change
-  const typename Tile::L levels(args.levels, Dot<Bits>::kFlip);
-  // Local, so that the compiler keeps as many as fit in registers next to the integer sums.
-  vf held[R][S * V] = {};
-  if (!args.first) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[r][v] = load(at<float, S>(args, r, v));
-    }
-  }
-  const uint8_t* w = args.w;
-  const uint8_t* super = w;  // the scales of the super-block, in the first panel
-  const int8_t* x = args.x;
-  const int32_t* factors = args.factors;
-  const char* fetch = args.fetch;
-  const int64_t shared = kShares ? args.shared_groups : 1;
-  for (int64_t first = 0; first < args.num_groups; first += shared) {
-    vf part[kShares ? R : 1][kShares ? S * V : 1] = {};
-    for (int64_t i = 0; i < shared; ++i) {
-      if (kSuper && ((first + i) & (args.super_groups - 1)) == 0) {
-        super = w - args.part_outputs * kStepInputs;
-        w += args.super_bytes;
-      }
-      Tile tile;
-      const int32_t* corrections = factors + R;
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
-        if constexpr (Kind == kMinimums) start = set1i(minimum_start<Bits>(corrections[r]));
-#pragma GCC unroll 16
-        for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
-      }
-      tile.run(w, x, fetch, levels, args);
-      constexpr int kLines = Tile::kLines;
-      constexpr int kScaleLines = kLines < 2 ? kLines : kSuper ? 3 : 2;
-      tile.template bring<kScaleLines>(fetch, args.panel_bytes);
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) {
-        const Scale* scales =
-            reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
-                                           v / V * args.panel_bytes) +
-            args.part_outputs + v % V * W;
-        const f16* factor = reinterpret_cast<const f16*>(super + v / V * args.panel_bytes) +
-                            args.part_outputs + v % V * W;
-        const vf scale = group_scales(scales, factor);
-        const vf zero = Kind != kMiddle
-                            ? group_scales(scales + kQuantizedPanel, factor + kQuantizedPanel)
-                            : vf{};
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-          const vf negative = negative_sum(Bits, corrections[r]);
-          if (Kind == kZeros) dot = fma(zero, negative, dot);
-          if constexpr (kShares) {
-            part[r][v] = fma(dot, scale, part[r][v]);
-            if (Kind == kMinimums) part[r][v] = fma(zero, -negative, part[r][v]);
-          } else {
-            const vf x_scale = bit_cast<vf>(set1i(factors[r]));
-            held[r][v] = fma(dot * x_scale, scale, held[r][v]);
-            if (Kind == kMinimums) held[r][v] = fma(zero, -negative * x_scale, held[r][v]);
-          }
-        }
-      }
-      w += args.group_bytes - args.quant_bytes;
-      factors += 2 * R;
-      fetch += args.fetch_scales;
-    }
-    if constexpr (kShares) {
-      const int32_t* x_scales = factors - 2 * R;  // of the last group, which are those of all
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const vf x_scale = bit_cast<vf>(set1i(x_scales[r]));
-#pragma GCC unroll 16
-        for (int v = 0; v < S * V; ++v) held[r][v] = fma(part[r][v], x_scale, held[r][v]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < S * V; ++v) store(at<float, S>(args, r, v), held[r][v]);
-  }
-}
-
-enum QuantizedForm {
-  kSingle,
-  kGroupsF32,
-  kGroupsF16,
-  kZerosF32,
-  kZerosF16,
-  kMinimumsF32,
-  kMinimumsF16,
-  kGroupsSuper,
-  kMinimumsSuper,
-  kNumForms
-};
-
-template <typename F>
-struct QuantizedTileTable {
-  static constexpr int kMaxPanels = max_quantized_panels(8, 8, 1);  // the most of any bits
-  QuantizedTileFn entries[kNumForms][kQuantizedRows][kMaxPanels] = {};
-  template <int R, int S>
-  constexpr void fill() {
-    entries[kSingle][R - 1][S - 1] = run_single<F, R, S>;
-    entries[kGroupsF32][R - 1][S - 1] = run_groups<F, R, S, float, kMiddle>;
-    entries[kGroupsF16][R - 1][S - 1] = run_groups<F, R, S, f16, kMiddle>;
-    entries[kGroupsSuper][R - 1][S - 1] = run_groups<F, R, S, int8_t, kMiddle>;
-    if constexpr (F::kBits != 6 && !F::kLooks) {
-      entries[kZerosF32][R - 1][S - 1] = run_groups<F, R, S, float, kZeros>;
-      entries[kZerosF16][R - 1][S - 1] = run_groups<F, R, S, f16, kZeros>;
-    }
-    if constexpr (!F::kLooks) {  // with levels there are none
-      entries[kMinimumsF32][R - 1][S - 1] = run_groups<F, R, S, float, kMinimums>;
-      entries[kMinimumsF16][R - 1][S - 1] = run_groups<F, R, S, f16, kMinimums>;
-      entries[kMinimumsSuper][R - 1][S - 1] = run_groups<F, R, S, int8_t, kMinimums>;
-    }
-    if constexpr (S < max_quantized_panels(F::kHeld, F::kBits, R)) {
-      fill<R, S + 1>();
-    } else if constexpr (R < kQuantizedRows) {
-      fill<R + 1, 1>();
-    }
-  }
-  constexpr QuantizedTileTable() { fill<1, 1>(); }
-};
-
-QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows, int panels) {
-  static constexpr QuantizedTileTable<Held<4, 4>> four;
-  static constexpr QuantizedTileTable<Held<4, 6>> six_in_four;
-  static constexpr QuantizedTileTable<Held<4, 8>> eight_in_four;
-  static constexpr QuantizedTileTable<Held<6, 6>> six;
-  static constexpr QuantizedTileTable<Held<8, 8>> eight;
-  static constexpr QuantizedTileTable<Held<8, 6, true>> six_unpacked;
-  static constexpr QuantizedTileTable<Held<8, 8, Dot<8>::kFlip != 0>> eight_unpacked;
-  int form = kSingle;
-  if (packed.super_bytes != 0) {
-    form = packed.has_minimums ? kMinimumsSuper : kGroupsSuper;
-  } else if (packed.num_groups > 1) {
-    form = packed.has_minimums ? kMinimumsF32 : packed.has_zeros ? kZerosF32 : kGroupsF32;
-    form += packed.half_scales ? 1 : 0;
-  }
-  const auto& in_four = packed.bits == 4   ? four.entries
-                        : packed.bits == 6 ? six_in_four.entries
-                                           : eight_in_four.entries;
-  const auto& unpacked = packed.bits == 6 ? six_unpacked.entries : eight_unpacked.entries;
-  const auto& tiles = packed.unpacked         ? unpacked
-                      : packed.held_bits == 4 ? in_four
-                      : packed.held_bits == 6 ? six.entries
-                                              : eight.entries;
-  return tiles[form][rows - 1][panels - 1];
+constexpr int max_direct_panels(int rows) {
+  return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
 }  // namespace qs::QS_LEVEL

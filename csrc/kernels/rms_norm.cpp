@@ -1,7 +1,7 @@
 // RMS norm of rows, optionally of x + residual, which is rounded first and written out too.
 // A row is the work of one thread.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/norm_row.h"
 
 namespace qs::QS_LEVEL {
@@ -35,7 +35,7 @@ void norm_rows(const NormArgs& args, int64_t first, int64_t last) {
 
 }  // namespace
 
-void rms_norm(Pool* pool, const NormArgs& args) {
+static void rms_norm(Pool* pool, const NormArgs& args) {
   const int64_t rows = args.outer * args.inner;
   const int64_t items = max_of(1, min_of(rows, rows * args.size / kItemElements));
   with_dtype(args.dtype, [&](auto type) {
@@ -43,6 +43,10 @@ void rms_norm(Pool* pool, const NormArgs& args) {
       norm_rows<decltype(type)>(args, rows * i / items, rows * (i + 1) / items);
     });
   });
+}
+
+void enter_rms_norm(Kernels& level) {
+  level.rms_norm = rms_norm;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,6 +1,6 @@
 // Rotary embedding of every token's heads.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/rotary_turn.h"
 
 namespace qs::QS_LEVEL {
@@ -10,7 +10,7 @@ constexpr int64_t kItemElements = 1 << 14;
 
 }  // namespace
 
-void rotary(Pool* pool, const RotaryArgs& args) {
+static void rotary(Pool* pool, const RotaryArgs& args) {
   const int64_t tokens = args.num_tokens;
   const int64_t elements = tokens * args.num_heads * args.head_size;
   const int64_t items = max_of(1, min_of(tokens, elements / kItemElements));
@@ -21,6 +21,10 @@ void rotary(Pool* pool, const RotaryArgs& args) {
       }
     });
   });
+}
+
+void enter_rotary(Kernels& level) {
+  level.rotary = rotary;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -2,7 +2,7 @@
 // what a key's turning leaves is still in the nearest cache when it is written. Same bits as one
 // after another.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/kv_write_rows.h"
 #include "kernels/rotary_turn.h"
 
@@ -13,7 +13,7 @@ constexpr int64_t kItemElements = 1 << 14;
 
 }  // namespace
 
-void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
+static void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
                   const qs_kv_write& call) {
   const int64_t tokens = call.num_tokens;
   const int64_t elements = (queries.num_heads + 2 * keys.num_heads) * queries.head_size * tokens;
@@ -28,6 +28,10 @@ void rotary_write(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
       }
     });
   });
+}
+
+void enter_rotary_write(Kernels& level) {
+  level.rotary_write = rotary_write;
 }
 
 }  // namespace qs::QS_LEVEL

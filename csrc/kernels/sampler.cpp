@@ -7,7 +7,7 @@
 // where these are sure (kernels/sampler_near.h): the winner of a larger set is the winner of what a
 // filter keeps if it is in it, and else no later token is.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/sampler_filters.h"
 #include "kernels/sampler_near.h"
 #include "kernels/token_score.h"
@@ -137,13 +137,13 @@ int64_t choose(Row& row) {
 
 }  // namespace
 
-int64_t sample_scratch_bytes(int64_t vocab_size) {
+static int64_t sample_scratch_bytes(int64_t vocab_size) {
   const int64_t chunks = div_up(vocab_size, kChunk);
   return scratch_doubles(vocab_size) * 8 +
          chunks * kChunk * static_cast<int64_t>(sizeof(Candidate));
 }
 
-void sample(qs_sample& call, int64_t vocab_size, void* memory) {
+static void sample(qs_sample& call, int64_t vocab_size, void* memory) {
   Row row = {&call, vocab_size, div_up(vocab_size, kChunk), split(memory, vocab_size)};
   call.token_id = choose(row);
   if (call.num_top < 0 || call.token_id < 0) return;
@@ -153,6 +153,11 @@ void sample(qs_sample& call, int64_t vocab_size, void* memory) {
   call.total_probability = score.total_probability;
   call.peak = score.peak;
   call.chosen = score.chosen;
+}
+
+void enter_sampler(Kernels& level) {
+  level.sample_scratch_bytes = sample_scratch_bytes;
+  level.sample = sample;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -1,11 +1,11 @@
 // The score of one given token, of a row of raw logits: a prompt's position.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/token_score.h"
 
 namespace qs::QS_LEVEL {
 
-void score_token(const qs_scores& scores, int64_t position, void* memory) {
+static void score_token(const qs_scores& scores, int64_t position, void* memory) {
   const int64_t vocab_size = scores.vocab_size;
   qs_sample unchanged = {};
   unchanged.logits = scores.logits + position * vocab_size;
@@ -22,6 +22,10 @@ void score_token(const qs_scores& scores, int64_t position, void* memory) {
   scores.total_probabilities[position] = score.total_probability;
   scores.peaks[position] = score.peak;
   scores.chosen[position] = score.chosen;
+}
+
+void enter_score_tokens(Kernels& level) {
+  level.score_token = score_token;
 }
 
 }  // namespace qs::QS_LEVEL

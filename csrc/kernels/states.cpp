@@ -5,7 +5,7 @@
 // with its value heads, of one row, and reads and writes only these of the row's slots.
 
 #include "kernels/activate_row.h"
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/vecmath64.h"
 
 namespace qs::QS_LEVEL {
@@ -723,7 +723,7 @@ void finish_group(const qs_mamba_call& call, const float* mixed, int64_t token, 
 
 }  // namespace
 
-void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare) {
+static void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare) {
   const int64_t heads = call.num_heads, groups = call.num_groups;
   const int64_t size = call.head_size * call.state_size;
   const int64_t num_tokens = call.rows.row_offsets[call.rows.num_rows];
@@ -743,7 +743,7 @@ void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare) {
   });
 }
 
-void short_conv(Pool* pool, const qs_short_conv_call& call) {
+static void short_conv(Pool* pool, const qs_short_conv_call& call) {
   const int64_t parts = div_up(call.num_channels, kItemChannels);
   with_dtype(call.dtype, [&](auto type) {
     parallel_for(pool, call.rows.num_rows * parts, [&](int64_t item) {
@@ -752,7 +752,7 @@ void short_conv(Pool* pool, const qs_short_conv_call& call) {
   });
 }
 
-void delta(Pool* pool, const qs_delta_call& call, float* spare) {
+static void delta(Pool* pool, const qs_delta_call& call, float* spare) {
   const int64_t heads = call.num_key_heads;
   const int64_t size = call.num_value_heads * call.key_size * call.value_size;
   const int64_t of_head = size / heads;
@@ -765,7 +765,7 @@ void delta(Pool* pool, const qs_delta_call& call, float* spare) {
   });
 }
 
-void gate(Pool* pool, const GateArgs& args) {
+static void gate(Pool* pool, const GateArgs& args) {
   constexpr int64_t kItemElements = 1 << 13;
   const int64_t part = args.n / args.num_gates;
   const int64_t items = max_of(1, min_of(args.num_tokens, args.num_tokens * args.n / kItemElements));
@@ -788,6 +788,13 @@ void gate(Pool* pool, const GateArgs& args) {
       }
     });
   });
+}
+
+void enter_states(Kernels& level) {
+  level.gate = gate;
+  level.short_conv = short_conv;
+  level.delta = delta;
+  level.mamba = mamba;
 }
 
 }  // namespace qs::QS_LEVEL

@@ -2,7 +2,7 @@
 // another's magnitude, and gates below a cutoff set to 0 (Gemma 3n). A token is the work of one
 // thread, in one order of operations.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
@@ -170,7 +170,7 @@ float variance_of(const T* x, int64_t size, vf mean) {
 
 }  // namespace
 
-void streams(Pool* pool, const qs_streams_call& call) {
+static void streams(Pool* pool, const qs_streams_call& call) {
   with_dtype(call.dtype, [&](auto type) {
     for_tokens(pool, call.num_tokens, call.num_streams * call.n, [&](int64_t token) {
       Streams<decltype(type)>{call, token}.compute();
@@ -178,7 +178,7 @@ void streams(Pool* pool, const qs_streams_call& call) {
   });
 }
 
-void match_magnitude(Pool* pool, const qs_match_call& call) {
+static void match_magnitude(Pool* pool, const qs_match_call& call) {
   with_dtype(call.dtype, [&](auto type) {
     using T = decltype(type);
     for_tokens(pool, call.num_tokens, call.n, [&](int64_t token) {
@@ -192,7 +192,7 @@ void match_magnitude(Pool* pool, const qs_match_call& call) {
   });
 }
 
-void cut_gates(Pool* pool, const CutArgs& args) {
+static void cut_gates(Pool* pool, const CutArgs& args) {
   with_dtype(args.dtype, [&](auto type) {
     using T = decltype(type);
     for_tokens(pool, args.num_tokens, 2 * args.n, [&](int64_t token) {
@@ -211,6 +211,12 @@ void cut_gates(Pool* pool, const CutArgs& args) {
       }
     });
   });
+}
+
+void enter_streams(Kernels& level) {
+  level.streams = streams;
+  level.match_magnitude = match_magnitude;
+  level.cut_gates = cut_gates;
 }
 
 }  // namespace qs::QS_LEVEL

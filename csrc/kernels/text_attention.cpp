@@ -5,7 +5,7 @@
 // products are one register tile: 4 rows x 2 vectors. In float32. The order of all sums depends on
 // the place in the text only.
 
-#include "kernels/entries.h"
+#include "kernels/kernels.h"
 #include "kernels/ranges.h"
 #include "kernels/vecmath.h"
 
@@ -180,7 +180,7 @@ void attend(const qs_text_attention_call& call, int64_t start, int64_t length, R
 
 }  // namespace
 
-void text_attention(Pool* pool, const qs_text_attention_call& call) {
+static void text_attention(Pool* pool, const qs_text_attention_call& call) {
   int64_t num_blocks = 0;
   for (int64_t text = 0; text < call.num_texts; ++text) {
     const int64_t length = call.offsets[text + 1] - call.offsets[text];
@@ -198,6 +198,10 @@ void text_attention(Pool* pool, const qs_text_attention_call& call) {
       attend<decltype(type)>(call, call.offsets[text], length, queries, item % call.num_heads);
     });
   });
+}
+
+void enter_text_attention(Kernels& level) {
+  level.text_attention = text_attention;
 }
 
 }  // namespace qs::QS_LEVEL
