@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quickstep.core.fallback import check_names
@@ -99,11 +99,7 @@ def starlette_app(
     """An app with these routes. Large bodies are checked in threads."""
     rules = BodyRules.of(options)
     app = _App(
-        routes=[
-            route
-            for api_route in routes
-            for route in _checked(api_route, options, server, rules).starlette()
-        ],
+        [_checked(route, options, server, rules) for route in routes],
         middleware=[
             *_cors(options.cors),
             Middleware(AccessMiddleware, routes=routes, options=options, limiter=server.limiter),
@@ -127,12 +123,30 @@ def _checked(
 class _App(Starlette):
     """Starlette without its middleware for exceptions: `AccessMiddleware` answers all of them."""
 
+    def __init__(
+        self,
+        api_routes: Sequence[ApiRoute],
+        middleware: Sequence[Middleware],
+        lifespan: _Lifespan | None,
+    ) -> None:
+        super().__init__(middleware=middleware, lifespan=lifespan)
+        self._api_routes = api_routes
+
     def build_middleware_stack(self) -> ASGIApp:
         """The router within the middleware of `starlette_app`."""
-        app: ASGIApp = _PathLookup(self.router)
+        app: ASGIApp = _PathLookup(self._api_routes, self)
         for middleware, args, kwargs in reversed(self.user_middleware):
             app = middleware(app, *args, **kwargs)
         return app
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """Those of Starlette, made when one is needed: the rest of an app takes as long."""
+        if not self.router.routes:
+            self.router.routes.extend(
+                route for api_route in self._api_routes for route in api_route.starlette()
+            )
+        return self.router.routes
 
 
 class _PathLookup:
@@ -140,24 +154,25 @@ class _PathLookup:
     routes one after the other, and has what is left.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._routes = {
-            (method, route.path): route
-            for route in reversed(router.routes)  # the first one of a path counts
-            if isinstance(route, Route) and not route.param_convertors
-            for method in route.methods or ()
+    def __init__(self, routes: Sequence[ApiRoute], app: Starlette) -> None:
+        self._app = app
+        self._endpoints = {
+            (method, path): endpoint
+            for route in reversed(routes)  # the first one of a path counts
+            for endpoint in [route.asgi()]
+            for path in route.paths
+            if "{" not in path
+            for method in route.methods
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        route = self._routes.get((scope.get("method", ""), path))
-        if route is None:
-            await self._router(scope, receive, send)
-        else:
-            _, found = route.matches(scope)
-            scope.update(found)
-            await route.handle(scope, receive, send)
+        endpoint = None
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            endpoint = self._endpoints.get((scope["method"], path))
+            if endpoint is None:
+                _ = self._app.routes  # they are there now
+        await (endpoint or self._app.router)(scope, receive, send)
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quickstep.errors import RequestError
 from quickstep.server.http.body import Reception, check_json, read_body, unless_disconnected
@@ -93,9 +93,18 @@ class ApiRoute(msgspec.Struct, frozen=True):
         """The path and its aliases."""
         return (self.path, *self.aliases)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The method, and what HTTP has answered with it."""
+        return (self.method, "HEAD") if self.method == "GET" else (self.method,)
+
+    def asgi(self) -> ASGIApp:
+        """The endpoint as an app. Its exceptions are `AccessMiddleware`'s."""
+        return _AsgiEndpoint(self.endpoint)
+
     def starlette(self) -> list[Route]:
         """The route of every path."""
-        endpoint = _AsgiEndpoint(self.endpoint)
+        endpoint = self.asgi()
         routes = [Route(path, endpoint, methods=[self.method]) for path in self.paths]
         for route in routes:  # a name may have a line break, which Starlette's `.*` does not match
             route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
