@@ -25,7 +25,8 @@ are set.
 def read_names() -> set[str]:
     """The names of variables that are strings of their own in the sources."""
     files = [file for file in SOURCE.rglob("*.py") if file.name != "environment.py"]
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8"))))
+    sources = [text for file in files if NAME.search(text := file.read_text("utf-8"))]
+    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
     texts = (node.value for node in nodes if isinstance(node, ast.Constant))
     return {text for text in texts if isinstance(text, str) and NAME.fullmatch(text)}
 
