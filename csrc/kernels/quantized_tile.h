@@ -38,7 +38,7 @@ using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
 
 namespace qs::QS_TILES {
 
-// That of a level's tile, of rows and panels up to the largest ones below.
+// The tile of a weight for so many rows and panels, up to the largest ones below.
 QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows, int panels);
 // The same for quants with sub-block scales, which are read in place.
 QuantizedTileFn direct_tile(const PackedQuantized& packed, int rows, int panels);

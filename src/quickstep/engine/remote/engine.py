@@ -510,7 +510,9 @@ class RemoteEngine:
         return self._step_log
 
     def stats(self) -> EngineStats:
-        """The engine's state; values from the worker are up to a tenth of a second old."""
+        """The engine's state; values from the worker are up to a tenth of a second old, and stay so
+        if it is killed.
+        """
         stats = self._worker_stats.stats(
             state=self._supervisor.state,
             failure=self._supervisor.failure,
