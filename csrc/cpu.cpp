@@ -146,7 +146,7 @@ Features read_features() {
 
 #endif
 
-// Those that this machine runs.
+// The levels that this machine runs.
 struct Levels {
   static constexpr int kCount = 8;
   Kernels all[kCount] = {};
@@ -190,7 +190,7 @@ struct Levels {
 #endif
   }
 
-  // Not even the table of a level may be asked for where its instructions are unknown.
+  // `table` is code of its level: it is called only where the CPU has the level's instructions.
   void add(Kernels (*table)(), bool supported) {
     if (!supported) return;
     all[count] = table();

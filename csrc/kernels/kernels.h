@@ -1,5 +1,5 @@
 // What every ISA level implements: one table of functions, compiled from the same sources in a
-// namespace of its own (QS_LEVEL), or taken from a level that has the same instructions for them.
+// namespace of its own (QS_LEVEL), or those of a level with the same code.
 // Arguments were checked by abi.cpp; nothing here allocates.
 //
 // Kernel sources include no C++ library header: a library inline compiled for AVX-512 could be the
@@ -210,7 +210,7 @@ struct AddExpertsArgs {
   void* out;
 };
 
-// The functions of a source are put in by `enter_<source>` at its end.
+// Filled by table.cpp: `enter_<source>`, at the end of each source, sets the source's functions.
 struct Kernels {
   const char* name;
   void (*pack_linear)(Pool* pool, const PackArgs& args);

@@ -119,13 +119,7 @@ void run_direct(const QuantizedTileArgs& call) {
   constexpr int V = direct_vectors(R);
   const QuantizedTileArgs args = call;  // a copy, which no store can change
   vf held[R][S * V] = {};
-  if (!args.first) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[r][v] = load(at<float, S>(args, r, v));
-    }
-  }
+  if (!args.first) load_sums<S>(args, held);
   const uint8_t* w = args.w - args.part_outputs * kStepInputs;
   const int8_t* x = args.x;
   const int32_t* factors = args.factors;
@@ -164,11 +158,7 @@ void run_direct(const QuantizedTileArgs& call) {
     factors += 2 * R;
     fetch += args.fetch_scales;
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < S * V; ++v) store(at<float, S>(args, r, v), held[r][v]);
-  }
+  store_sums<S>(args, held);
 }
 
 struct DirectTileTable {

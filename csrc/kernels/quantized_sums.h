@@ -139,6 +139,25 @@ QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
          vector % kTileVectors * W;
 }
 
+// The sums of groups in c: those of the blocks before, and with this block's.
+template <int S, int R, int N>
+QS_INLINE void load_sums(const QuantizedTileArgs& args, vf (&sums)[R][N]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < N; ++v) sums[r][v] = load(at<float, S>(args, r, v));
+  }
+}
+
+template <int S, int R, int N>
+QS_INLINE void store_sums(const QuantizedTileArgs& args, const vf (&sums)[R][N]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < N; ++v) store(at<float, S>(args, r, v), sums[r][v]);
+  }
+}
+
 // One group: the block's integer sums, added to c.
 template <typename F, int R, int S>
 void run_single(const QuantizedTileArgs& call) {
@@ -179,13 +198,7 @@ void run_groups(const QuantizedTileArgs& call) {
   const typename Tile::L levels(args.levels, Dot<Bits>::kFlip);
   // Local, so that the compiler keeps as many as fit in registers next to the integer sums.
   vf held[R][S * V] = {};
-  if (!args.first) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[r][v] = load(at<float, S>(args, r, v));
-    }
-  }
+  if (!args.first) load_sums<S>(args, held);
   const uint8_t* w = args.w;
   const uint8_t* super = w;  // the scales of the super-block, in the first panel
   const int8_t* x = args.x;
@@ -253,11 +266,7 @@ void run_groups(const QuantizedTileArgs& call) {
       }
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < S * V; ++v) store(at<float, S>(args, r, v), held[r][v]);
-  }
+  store_sums<S>(args, held);
 }
 
 enum QuantizedForm {

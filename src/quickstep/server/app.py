@@ -141,7 +141,7 @@ class _App(Starlette):
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """Those of Starlette, made when one is needed: the rest of an app takes as long."""
+        """Starlette's routes, made when one is needed: they take as long as the rest of an app."""
         if not self.router.routes:
             self.router.routes.extend(
                 route for api_route in self._api_routes for route in api_route.starlette()
