@@ -433,7 +433,9 @@ _NO_ADAPTER = (
 _NO_ROOM = "^(507|a batch failed:) the server's disk is full"
 _NO_WORKER = "^503 the process that tokenises long texts ended"
 _DEATHS = "[0-9]+ engine processes ended in a row while they computed it"  # docs/guide/scale.md
-_NO_DESCRIPTORS = "Too many open files|cannot be (started|written)"
+_NO_DESCRIPTORS = (
+    "^503 the server has too many open files|Too many open files|cannot be (started|written)"
+)
 _NO_TRIAL = "^503 (the process that tries out grammars ended|the grammar was not compiled within)"
 _NO_MEMORY = f"{_DEATHS}|ImportError|cannot be started|can't start new thread|MemoryError"
 _GRAMMARS, _TOKENIZER = b"grammar.trial_worker", b"text.tokenizer_worker"

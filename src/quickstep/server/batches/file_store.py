@@ -19,7 +19,6 @@ reports records that it cannot read.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -29,8 +28,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,14 +36,13 @@ import msgspec
 
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.http.errors import RouteNotFound
+from quickstep.server.http.errors import RouteNotFound, machine_may_be_full
 from quickstep.server.options import FileOptions
 
 _LOG = logging.getLogger("quickstep.server")
 BATCH = "batch"  # the purpose of input
 USER_DATA = "user_data"  # that of what no batch reads
 BATCH_OUTPUT = "batch_output"  # the purpose of files of lines, each of which is of use
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _NAME_CHARS = 255
 _COPY_BYTES = 1024 * 1024
@@ -255,9 +252,9 @@ class FileStore:
 
     def begin(self, file: StoredFile) -> int:
         """Create an empty file, and the record of a batch's output; returns the file descriptor of
-        the content. Raises RequestError 507 if the disk is full.
+        the content. Raises RequestError: 507 if the disk is full, 503 without a descriptor.
         """
-        with disk_may_be_full():
+        with machine_may_be_full():
             if file.purpose == BATCH_OUTPUT:
                 self._write_record(msgspec.structs.replace(file, is_complete=False))
             try:
@@ -268,10 +265,10 @@ class FileStore:
 
     def complete(self, file: StoredFile) -> None:
         """Write the record of a file whose content is complete; any thread may call it. Raises
-        RequestError 507 if the disk is full and the file is an upload.
+        RequestError of an upload: 507 if the disk is full, 503 without a descriptor.
         """
         try:
-            with disk_may_be_full():
+            with machine_may_be_full():
                 self._write_record(file)
         except (OSError, RequestError) as error:
             if file.purpose != BATCH_OUTPUT:
@@ -333,11 +330,11 @@ class FileWriter:
 
     def write(self, data: bytes) -> None:
         """Append. Raises RequestError, and then leaves the file as it was: 413 if a limit is
-        reached, 507 if the disk is full.
+        reached, 507 if the disk is full, 503 without a descriptor.
         """
         self.reserve(len(data))
         try:
-            with disk_may_be_full():
+            with machine_may_be_full():
                 _write_all(self._open_content(), data)
         except BaseException:
             if self._descriptor is not None:
@@ -371,7 +368,7 @@ class FileWriter:
         RequestError 507 if the disk is full.
         """
         content = self._open_content()
-        with disk_may_be_full():
+        with machine_may_be_full():
             while data := source.read(_COPY_BYTES):
                 _write_all(content, data)
 
@@ -426,21 +423,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
-
-
-@contextmanager
-def disk_may_be_full() -> Iterator[None]:
-    """Raise RequestError 507 in place of an error that says so."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise RequestError(
-            "the server's disk is full; send it again once its operator has made room",
-            status=507,
-            code="insufficient_storage",
-        ) from error
 
 
 def _cut_to_lines(path: Path) -> int:

@@ -26,7 +26,6 @@ from quickstep.server.batches.file_store import (
     FileStore,
     FileWriter,
     StoredFile,
-    disk_may_be_full,
 )
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
@@ -177,8 +176,7 @@ class Files:
             max_part_size=_FIELD_BYTES,
         )
         try:
-            with disk_may_be_full():  # large uploads go through a temporary file
-                return await parser.parse()
+            return await parser.parse()
         except MultiPartException as error:
             raise RequestError(f"the form cannot be read: {error.message}") from None
         except FormParserError as error:  # older versions of Starlette pass it on

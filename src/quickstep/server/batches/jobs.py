@@ -268,7 +268,7 @@ class BatchJobs:
         output = self._store.new(batch.owner, name("output"), BATCH_OUTPUT, life_s)
         try:
             errors = self._store.new(batch.owner, name("error"), BATCH_OUTPUT, life_s)
-        except RequestError:
+        except BaseException:
             output.discard()
             raise
         return _Job(batch, source, output, errors)

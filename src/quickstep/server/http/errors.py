@@ -3,15 +3,18 @@
 Routes raise `RequestError` (4xx) or `EngineError` (503). `error_response` turns either, and
 Starlette's own 404 and 405, into a response. A route with another body than OpenAI's names it in
 `ApiRoute.error_shape`, which holds for whatever is wrong with a request to it, its API key
-included; the middleware puts it into the request's state. An unexpected exception becomes a 500
-without details; its trace is logged once.
+included; the middleware puts it into the request's state. An error of the system that says that the
+machine's disk is full, or that no file descriptor is left, is the same refusal on every route. Any
+other unexpected exception becomes a 500 without details; its trace is logged once.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
@@ -214,10 +217,18 @@ CODES: Mapping[str, Code] = {
         "The server, or this client, has too many open connections.",
         "Close some, or raise `--max-connections`.",
     ),
+    "too_many_open_files": Code(
+        503,
+        "The server has no file descriptor left.",
+        "Send the request again after the seconds of `Retry-After`; the operator raises "
+        "`ulimit -n`.",
+    ),
     "insufficient_storage": Code(
         507, "The disk for files and batches is full.", "The operator makes room."
     ),
 }
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _MESSAGE_CHARS = 4096
 CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 OVERLOADED = 529  # Anthropic's number for what others call 503
@@ -346,8 +357,42 @@ def error_facts(error: Exception) -> ErrorFacts:
     if isinstance(error, EngineError):
         _LOG.error("the engine refused a request: %s", error)
         return facts_of(503, str(error))
+    refusal = _refusal_of(error)
+    if refusal is not None:
+        _LOG.warning("a request was refused: %s: %s", refusal, error)
+        return error_facts(refusal)
     _LOG.error("a request failed unexpectedly", exc_info=error)
     return facts_of(500, "the server failed to answer; its log says why")
+
+
+def _refusal_of(error: Exception) -> RequestError | None:
+    """What a client reads of a machine that has run out of something; None for other errors."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _DISK_FULL:
+        return RequestError(
+            "the server's disk is full; send it again once its operator has made room",
+            status=507,
+            code="insufficient_storage",
+        )
+    if number in _NO_DESCRIPTOR:
+        return RequestError(
+            "the server has too many open files; send it again a little later",
+            status=503,
+            code="too_many_open_files",
+        )
+    return None
+
+
+@contextmanager
+def machine_may_be_full() -> Iterator[None]:
+    """Raise RequestError in place of an OSError: 507 of a full disk, 503 without a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        refusal = _refusal_of(error)
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
