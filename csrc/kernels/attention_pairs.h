@@ -36,19 +36,17 @@ class PairLoader {
                          : find_tile(next_.span, next_.span.begin / kTile * kTile, next_.head_shift);
   }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
   // Whether all of the tile's positions are in the row's blocks, and products can read them there.
   bool is_in_place() const {
     return tile_.local.begin == 0 && tile_.local.end == kTile && tile_.tail_begin >= kTile &&
-           places_.head_size % kPairPositions == 0;
+           places_.head_size % (2 * W) == 0;
   }
 
   // Of such a tile, the operands of a head's products.
   InPlace in_place(int64_t kv_head, TileBuffers& buffers, float* out) const {
     return {places(tile_, kv_head), places(ahead_, kv_head), places_.head_size, places_.key_stride(),
-            buffers.queries,        buffers.scores,          out};
+            buffers.queries,        buffers.scores,          weights_of<Form>(buffers), out};
   }
-#endif
 
   // The tile's keys and values of a head.
   void load_tile(int64_t kv_head, TileBuffers& buffers) {
@@ -78,7 +76,6 @@ class PairLoader {
     int64_t keys[kChunks], values[kChunks];
   };
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
   // Places that are not in the row's blocks are those of the present tile: they are only fetched.
   TilePlaces places(const Tile& tile, int64_t kv_head) const {
     const int64_t shift = kv_head * places_.head_elements();
@@ -90,7 +87,6 @@ class PairLoader {
     }
     return places;
   }
-#endif
 
   Tile find_tile(Span span, int64_t begin, int64_t head_shift) const {
     span = intersect(span, {begin, begin + kTile});

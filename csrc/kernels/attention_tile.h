@@ -91,6 +91,12 @@ QS_INLINE vi lanes_inside(int64_t first, Span span) {
 
 constexpr int kTileVectors = static_cast<int>(kTile / W);
 
+// [query][kTile / Form::kPair], of weights without scales.
+template <typename Form>
+QS_INLINE const float* weights_of(const TileBuffers& buffers) {
+  return Form::kPair == 2 ? buffers.pairs : buffers.scores;
+}
+
 // Query `row`'s weights as words of the product with values.
 template <typename Form>
 QS_INLINE void store_weights(TileBuffers& buffers, int row, const vf (&weights)[kTileVectors]) {

@@ -177,27 +177,24 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
   add_tile_values<Form>(part, visible, buffers, width, state.out);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-
 // As run_tile, of all heads, with keys and values where they are. Every query sees the complete tile.
 template <typename Form>
 void run_tile_in_place(const Pass& pass, const Part* parts, int num_parts,
                        const PairLoader<Form>& loader, TileBuffers& buffers, SoftmaxState& state) {
+  using Product = typename Form::Product;
   const int first = parts[0].first, last = parts[num_parts - 1].last;
   InPlace of[kMaxHeadsTogether];
   for (int i = 0; i < num_parts; ++i) {
     of[i] = loader.in_place(parts[i].kv_head, buffers, state.out);
-    multiply_in_place<Operand::kKeys>(of[i], parts[i].first, parts[i].last);
+    multiply_in_place<Product, Operand::kKeys>(of[i], parts[i].first, parts[i].last);
   }
   Span visible[kMaxQueries];
   for (int i = first; i < last; ++i) visible[i] = {0, kTile};
   softmax_rows<Form>(*pass.call, visible, first, last, buffers, of[0].size, state);
   for (int i = 0; i < num_parts; ++i) {
-    multiply_in_place<Operand::kValues>(of[i], parts[i].first, parts[i].last);
+    multiply_in_place<Product, Operand::kValues>(of[i], parts[i].first, parts[i].last);
   }
 }
-
-#endif
 
 Span span_of_split(Span seen, int64_t split) {
   return intersect(seen, {split * kSplit, (split + 1) * kSplit});
@@ -241,14 +238,12 @@ void run_split(const Pass& pass, const Part* parts, int num_parts, int64_t split
   typename LoaderOf<Form, KV>::Type loader(*pass.call, parts[0].row, span, after, buffers);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.move_to(begin);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if constexpr (std::is_same_v<KV, bf16_pairs>) {
+    if constexpr (std::is_same_v<KV, bf16_pairs> && kReadsInPlace<Form>) {
       if (loader.is_in_place() && seen_by_all.begin <= begin && begin + kTile <= seen_by_all.end) {
         run_tile_in_place<Form>(pass, parts, num_parts, loader, buffers, state);
         continue;
       }
     }
-#endif
     for (int i = 0; i < num_parts; ++i) {
       loader.load_tile(parts[i].kv_head, buffers);
       run_tile<Form>(pass, parts[i], seen, begin, buffers, state);
