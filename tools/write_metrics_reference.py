@@ -56,7 +56,7 @@ def families(prefix: str = "quickstep") -> list[Any]:
     metrics = ModelMetrics(EngineWithAdapters(), "model", options)
     fallbacks = fallback_family(prefix, {Fallback("a", "model=b", "overload"): 1})
     kept = kept_stream_families(prefix, KeptStreams(KeptStreamOptions()))
-    families = [*metrics.registry.collect(), fallbacks, *kept]
+    families = [*metrics.collect(), fallbacks, *kept]
     return sorted(families, key=lambda family: family.name)
 
 

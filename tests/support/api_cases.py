@@ -12,6 +12,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Self
 
 import httpx
@@ -205,6 +206,12 @@ def request_of(case: schemathesis.Case) -> dict[str, Any]:
     if told.get("files"):
         kept["files"] = told["files"]
     return {name: value for name, value in kept.items() if value is not None}
+
+
+@cache
+def default_api() -> Api:
+    """The API of a server with default options."""
+    return Api(document_of(create_app(FakeEngine())))
 
 
 class OpenApp:

@@ -6,7 +6,6 @@ The bodies are made from the types alone; `EXAMPLES` holds what a type cannot te
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -27,8 +26,7 @@ from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.operate.models import ModelToChange
 from quickstep.server.options import ServerOptions
 from quickstep.server.reference.field_reference import form_refusal, reference_of
-from quickstep.server.reference.openapi import branches, parts_of
-from quickstep.server.reference.openapi import field_types as uncached_field_types
+from quickstep.server.reference.openapi import branches, field_types, parts_of
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     ResponsesRequest,
@@ -39,9 +37,6 @@ from quickstep.server.scores.request_types import RerankRequest, ScoreRequest
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
-
-# Called thousands of times while tests are collected.
-field_types = functools.cache(uncached_field_types)
 
 # What a small body has beside its required fields, or in place of a plain value.
 EXAMPLES: dict[Struct, dict[str, Any]] = {

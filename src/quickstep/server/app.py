@@ -74,7 +74,8 @@ def app_of_models(models: ModelRegistry, options: ServerOptions) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await asyncio.to_thread(responses.open)
+        if responses.has_file:
+            await asyncio.to_thread(responses.open)
         try:
             batches.start()
             async with _running_engines(models, metrics, options):
@@ -84,7 +85,8 @@ def app_of_models(models: ModelRegistry, options: ServerOptions) -> Starlette:
                     await batches.stop()
                     await models.server.kept_streams.stop()
         finally:
-            await asyncio.to_thread(responses.close)
+            if responses.has_file:
+                await asyncio.to_thread(responses.close)
 
     routes = api_routes(models, metrics, options, batches, responses)
     return starlette_app(routes, options, models.server, lifespan)

@@ -94,6 +94,15 @@ def test_the_largest_noisy_value_is_that_of_the_exact_noise():
         assert found == int(np.argmax(values + noise))
 
 
+def test_the_largest_of_values_that_are_nearly_equal_is_that_of_the_exact_noise():
+    for seed in range(40):
+        ids = np.arange(50)
+        noise = gumbel(seed, 1, ids)
+        values = 1e-9 * np.random.default_rng(seed).normal(size=50) - noise
+        found = gumbel_argmax(values, noise_bits(seed, 1, ids))
+        assert found == int(np.argmax(values + noise))
+
+
 def test_exact_functions_are_near_the_true_ones():
     x = np.concatenate((np.linspace(-700.0, 0.0, 5001), -np.logspace(-12, 0, 200), [0.0]))
     assert np.abs(exp_nonpositive(x) / np.exp(x) - 1.0).max() < 1e-12

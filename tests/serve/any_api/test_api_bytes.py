@@ -10,14 +10,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from api_cases import JSON, Api, OpenApp, document_of, endpoints, num_cases
-from fake_engine import FakeEngine
+from api_cases import JSON, OpenApp, default_api, endpoints, num_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quickstep.server.app import create_app
-
-API = Api(document_of(create_app(FakeEngine())))
+API = default_api()
 WITH_JSON = [
     (method, path)
     for method, path in endpoints(API.document)

@@ -13,11 +13,10 @@ import schemathesis
 from api_cases import (
     NEGATIVE,
     POSITIVE,
-    Api,
     GenerationMode,
     OpenApp,
     as_integers,
-    document_of,
+    default_api,
     endpoints,
     json_request,
     message_of,
@@ -36,7 +35,7 @@ CASES_EACH = 100  # each mode of each endpoint with a body
 SCHEMATHESIS_CASES_EACH = 5  # a second opinion, which takes 30 to 140 ms to draw a body
 WITHOUT_BODY_EACH = 25
 APP = create_app(FakeEngine())
-API = Api(document_of(APP))
+API = default_api()
 WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]
 SECOND_PATHS = sorted({*operations(API.document)} - {*endpoints(API.document)})
 WITHOUT_BODY = [item for item in operations(API.document) if not API.has_body(*item)]

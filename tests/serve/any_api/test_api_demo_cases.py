@@ -17,13 +17,12 @@ from api_cases import (
     POSITIVE,
     Api,
     GenerationMode,
-    document_of,
+    default_api,
     endpoints,
     json_request,
     num_cases,
 )
 from client import client_of
-from fake_engine import FakeEngine
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -32,7 +31,7 @@ from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 
 NUM_CASES = 40  # each mode of each endpoint with a body
-API = Api(document_of(create_app(FakeEngine())))
+API = default_api()
 WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]
 MAX_TOKENS = 3
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")

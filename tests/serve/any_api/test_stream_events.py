@@ -3,17 +3,16 @@
 from typing import Any
 
 import pytest
-from api_cases import Api, document_of
+from api_cases import default_api
 from client import CHAT, COMPLETIONS, MESSAGES
 from fake_engine import FakeEngine, FakeTemplate, Script
 from field_effects import CALL_TEXT, WITH_CALLS
 from route_calls import ANTHROPIC, RESPONSES, pieces, post_to
 
-from quickstep.server.app import create_app
 from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason
 
-API = Api(document_of(create_app(FakeEngine())))
+API = default_api()
 TEXT = f"<think>hm</think>Let me see.{CALL_TEXT}"
 PARAMETERS = {"type": "object"}
 CHAT_TOOL = {"type": "function", "function": {"name": "find_it"}}

@@ -11,12 +11,14 @@ import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, Script
 from live_server import live_server, until
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from quickstep.cli.flags.serve import _goodput
 from quickstep.core.admission import AdmissionState
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
+from quickstep.server.operate.metrics import _Histogram
 from quickstep.server.options import MetricsOptions, ServerOptions
 from quickstep.types import FinishReason
 
@@ -94,6 +96,28 @@ def test_labels_and_buckets_are_vllms() -> None:
     label_sets = {frozenset(dict(labels)) - {"le"} for name, labels in values(text)}
     expected = [{"model_name", "engine"}, {"model_name", "engine", "finished_reason"}]
     assert {frozenset(one) for one in expected} <= label_sets
+
+
+def test_histograms_are_those_of_prometheus_client() -> None:
+    buckets = (0.5, 1.0, 2.5, 1000.0, 2e7)
+    values = [0.0, 0.5, 0.6, 1.0, 1.0, 2.0, 2.5, 999.0, 1e6, 3e7]
+    ours, theirs = (
+        _Histogram("Text.", buckets),
+        Histogram("a", "Text.", buckets=buckets, registry=None),
+    )
+    for value in values:
+        ours.observe(value)
+        theirs.observe(value)
+    samples = [
+        (sample.name, sample.labels.get("le"), sample.value)
+        for sample in ours.family("a", ("model", "0")).samples
+    ]
+    assert samples == [
+        (sample.name, sample.labels.get("le"), sample.value)
+        for family in theirs.collect()
+        for sample in family.samples
+        if sample.name != "a_created"
+    ]
 
 
 def test_a_prompt_is_counted_with_its_first_token_and_once() -> None:

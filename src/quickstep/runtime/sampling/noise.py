@@ -98,6 +98,8 @@ def gumbel_argmax(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64])
     np.log(v, out=v)
     nearly = np.subtract(values, v, out=v)
     contenders = np.flatnonzero(nearly >= nearly.max() - _MARGIN)
+    if contenders.shape[0] == 1:
+        return int(contenders[0])
     exact = values[contenders] + gumbel_of_bits(bits[contenders])
     return int(contenders[np.argmax(exact)])
 

@@ -13,13 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING
 
-from prometheus_client.metrics import Counter, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.utils import floatToGoString
 
 from quickstep.core.accounting import AdapterStats, KVTierStats, Totals
 from quickstep.engine.interface import ServedEngine
@@ -97,7 +104,7 @@ class ServerMetrics(Collector):
         """One family per figure."""
         families: dict[str, Metric] = {}
         for metrics in tuple(self._by_model.values()):
-            for family in metrics.registry.collect():
+            for family in metrics.collect():
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)
@@ -143,7 +150,9 @@ def fallback_family(prefix: str, counts: Mapping[Fallback, int]) -> Metric:
 
 
 class ModelMetrics:
-    """Counters and histograms of one model."""
+    """Counts and histograms of one model: plain numbers, of which families are made when they are
+    read. The event loop owns them.
+    """
 
     def __init__(
         self,
@@ -153,15 +162,17 @@ class ModelMetrics:
         tracer: RequestTracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.registry = CollectorRegistry()
         self.engine = engine
         self.clock = clock
         self.model = model
         self.options = options
         self.num_embedded = 0  # embedded prompts
+        self.num_generated_tokens = 0
+        self._num_prompt_tokens = 0
+        self._num_ends = {reason.openai: 0 for reason in FinishReason}
         tokens = _one_two_five(engine.max_model_len)
         self._histograms = {
-            name: self._histogram(name, text, buckets)
+            name: _Histogram(text, buckets)
             for name, text, buckets in (
                 ("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
                 ("inter_token_latency_seconds", "Gap between consecutive tokens.", _TOKEN_S),
@@ -178,24 +189,9 @@ class ModelMetrics:
                 ("iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS),
             )
         }
-        # of every token: public, so that a meter calls them directly
-        self.token_gaps = self._histograms["inter_token_latency_seconds"]
-        self.generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
-        self._prompt_tokens = self._counter(
-            "prompt_tokens",
-            "Prompt tokens, counted with the first token of their answer or at its end.",
-        )
-        self._ends = Counter(
-            f"{self.options.prefix}:request_success",
-            "Choices that ended, by OpenAI's finish reason.",
-            [*_LABELS, "finished_reason"],
-            registry=self.registry,
-        )
-        for reason in FinishReason:
-            self._ends.labels(model, _ENGINE, reason.openai)
         self.tracer = tracer
-        self.goodput = _Goodput(self) if self.options.goodput_ms else None
-        self.registry.register(EngineGauges(engine, model, self.options.prefix))
+        self.goodput = _Goodput(options.goodput_ms) if options.goodput_ms else None
+        self._gauges = EngineGauges(engine, model, options.prefix)
         engine.step_log.follow_steps(_StepTokens(self._histograms["iteration_tokens_total"]))
 
     def meter(self, request: ParsedRequest, headers: Mapping[str, str]) -> RequestMeter:
@@ -212,31 +208,80 @@ class ModelMetrics:
 
     def count_prompt(self, num_tokens: int) -> None:
         """Count the tokens of a prompt that is computed, or whose request ended before."""
-        self._prompt_tokens.inc(num_tokens)
+        self._num_prompt_tokens += num_tokens
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a choice that ended."""
-        self._ends.labels(self.model, _ENGINE, reason.openai).inc()
+        self._num_ends[reason.openai] += 1
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(
-            f"{self.options.prefix}:{name}",
-            text,
-            _LABELS,
-            buckets=tuple(buckets),
-            registry=self.registry,
-        ).labels(self.model, _ENGINE)
+    def collect(self) -> Iterator[Metric]:
+        """One family per figure."""
+        prefix, labels = self.options.prefix, (self.model, _ENGINE)
+        for name, histogram in self._histograms.items():
+            yield histogram.family(f"{prefix}:{name}", labels)
+        for name, text, value in (
+            ("generation_tokens", "Output tokens so far.", self.num_generated_tokens),
+            (
+                "prompt_tokens",
+                "Prompt tokens, counted with the first token of their answer or at its end.",
+                self._num_prompt_tokens,
+            ),
+        ):
+            counter = CounterMetricFamily(f"{prefix}:{name}", text, labels=_LABELS)
+            counter.add_metric(labels, value)
+            yield counter
+        yield _counts(
+            f"{prefix}:request_success",
+            "Choices that ended, by OpenAI's finish reason.",
+            labels,
+            "finished_reason",
+            self._num_ends,
+        )
+        if self.goodput is not None:
+            yield from self.goodput.families(prefix, labels)
+        yield from self._gauges.collect()
 
-    def _counter(self, name: str, text: str) -> Counter:
-        name = f"{self.options.prefix}:{name}"
-        counter = Counter(name, text, _LABELS, registry=self.registry)
-        return counter.labels(self.model, _ENGINE)
+
+def _counts(
+    name: str, text: str, labels: Sequence[str], more: str, counts: Mapping[str, int]
+) -> Metric:
+    """A counter with one more label, and a sample for each of its values."""
+    family = CounterMetricFamily(name, text, labels=(*_LABELS, more))
+    for value, count in counts.items():
+        family.add_metric((*labels, value), count)
+    return family
+
+
+class _Histogram:
+    """Counts of observations by bucket. The histogram of Prometheus' client has an object with a
+    lock per bucket, and so took longer to make than the rest of an app.
+    """
+
+    def __init__(self, text: str, buckets: Sequence[float]) -> None:
+        self._text = text
+        self._buckets = buckets  # the largest value of each, ascending; one more has the rest
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, labels: Sequence[str]) -> Metric:
+        """The histogram as it is now."""
+        family = HistogramMetricFamily(name, self._text, labels=_LABELS)
+        bounds = map(floatToGoString, (*self._buckets, inf))
+        family.add_metric(
+            labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
+        )
+        return family
 
 
 class _StepTokens:
     """Observes the tokens of each step: a follower of the step log."""
 
-    def __init__(self, histogram: Histogram) -> None:
+    def __init__(self, histogram: _Histogram) -> None:
         self._histogram = histogram
 
     def add_step(self, record: StepRecord) -> None:
@@ -247,26 +292,10 @@ class _StepTokens:
 class _Goodput:
     """Counts the requests that kept every target, and those that missed each."""
 
-    def __init__(self, metrics: ModelMetrics) -> None:
-        prefix, registry = metrics.options.prefix, metrics.registry
-        self._labels = (metrics.model, _ENGINE)
-        self._limits_s = {name: ms / 1e3 for name, ms in metrics.options.goodput_ms.items()}
-        self._requests = Counter(
-            f"{prefix}:goodput_requests",
-            "Requests that ended by themselves, by whether they kept all targets of --goodput.",
-            [*_LABELS, "good"],
-            registry=registry,
-        )
-        self._missed = Counter(
-            f"{prefix}:goodput_missed",
-            "Requests that missed a target of --goodput.",
-            [*_LABELS, "target"],
-            registry=registry,
-        )
-        for good in ("true", "false"):
-            self._requests.labels(*self._labels, good)
-        for name in self._limits_s:
-            self._missed.labels(*self._labels, name)
+    def __init__(self, limits_ms: Mapping[str, float]) -> None:
+        self._limits_s = {name: ms / 1e3 for name, ms in limits_ms.items()}
+        self._num_requests = {"true": 0, "false": 0}  # by whether they kept all targets
+        self._num_missed = dict.fromkeys(limits_ms, 0)
 
     def count(self, ttft_s: float | None, tpot_s: float | None, e2el_s: float) -> None:
         """Count a request. A time is None if the request had too few tokens for it."""
@@ -276,8 +305,25 @@ class _Goodput:
             seconds = measured[name]
             if seconds is not None and seconds > limit_s:
                 is_good = False
-                self._missed.labels(*self._labels, name).inc()
-        self._requests.labels(*self._labels, "true" if is_good else "false").inc()
+                self._num_missed[name] += 1
+        self._num_requests["true" if is_good else "false"] += 1
+
+    def families(self, prefix: str, labels: Sequence[str]) -> Iterator[Metric]:
+        """The counts as they are now."""
+        yield _counts(
+            f"{prefix}:goodput_requests",
+            "Requests that ended by themselves, by whether they kept all targets of --goodput.",
+            labels,
+            "good",
+            self._num_requests,
+        )
+        yield _counts(
+            f"{prefix}:goodput_missed",
+            "Requests that missed a target of --goodput.",
+            labels,
+            "target",
+            self._num_missed,
+        )
 
 
 def _tracer(endpoint: str | None) -> RequestTracer | None:
@@ -332,13 +378,13 @@ class RequestMeter:
             metrics.count_prompt(self._uncounted.pop(prompt, 0))
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
         else:
-            metrics.token_gaps.observe(max(0.0, now - last))
+            metrics.observe("inter_token_latency_seconds", now - last)
         # tokens that came together have no gap between them
         for _ in delta.token_ids[1:]:
-            metrics.token_gaps.observe(0.0)
+            metrics.observe("inter_token_latency_seconds", 0.0)
         self._last[delta.index] = now
         self._num_tokens[delta.index] += len(delta.token_ids)
-        metrics.generation_tokens.inc(len(delta.token_ids))
+        metrics.num_generated_tokens += len(delta.token_ids)
 
     def close(self, generation: Generation) -> None:
         """The request is over, however it ended. Idempotent."""

@@ -10,6 +10,7 @@ and try every bound from both sides; `openapi` writes both into the schemas.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -111,6 +112,7 @@ def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Key
     return found
 
 
+@lru_cache(maxsize=1)  # a document needs those of one server for each of its schemas
 def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     return {
         **_of_openai(facts),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -127,7 +128,8 @@ def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str
         if declared is not None
         for struct in reachable_structs(declared)
     }
-    names = component_names(types)
+    names, schemas = component_schemas(types)
+    _refine_schemas(schemas, names, facts)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -139,7 +141,7 @@ def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str
         "security": [{}, {"key": []}],
         "paths": _paths(routes, names, facts),
         "components": {
-            "schemas": _schemas(names, facts),
+            "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -251,8 +253,10 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
 
 
-def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
-    _, components = msgspec.json.schema_components(list(names), ref_template=_REF)
+def _refine_schemas(
+    components: dict[str, Any], names: Mapping[type, str], facts: SchemaFacts
+) -> None:
+    """Add what msgspec does not know of these structs to their schemas."""
     for struct, name in names.items():
         why = form_refusal(struct)
         if why is None:
@@ -265,7 +269,6 @@ def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
         else:  # nothing fits
             tag = {"title": name, "description": f"Refused: {why}.", "x-refused": why}
             components[name] = {**tag, "not": {}}
-    return components
 
 
 def _unfold(
@@ -400,11 +403,12 @@ def reachable_structs(declared: Any) -> Iterator[type[msgspec.Struct]]:
             yield item
 
 
-def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+@cache  # evaluating annotations is most of the work on a document
+def field_types(struct: type[msgspec.Struct]) -> Mapping[str, Any]:
     """The types of a struct's fields, under the names that JSON uses."""
     hints = typing.get_type_hints(struct)
     fields = msgspec.structs.fields(struct)
-    return {field.encode_name: hints[field.name] for field in fields}
+    return MappingProxyType({field.encode_name: hints[field.name] for field in fields})
 
 
 def branches(declared: Any) -> tuple[Any, ...]:
@@ -412,11 +416,17 @@ def branches(declared: Any) -> tuple[Any, ...]:
     return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
 
 
-def component_names(types: Collection[type[msgspec.Struct]]) -> dict[type[msgspec.Struct], str]:
-    """The name of each struct's schema, as msgspec gives it: unique, in a stable order."""
+def component_schemas(
+    types: Collection[type[msgspec.Struct]],
+) -> tuple[dict[type[msgspec.Struct], str], dict[str, Any]]:
+    """The name of each struct's schema, unique and in a stable order, and msgspec's schemas by
+    these names.
+    """
     ordered = sorted(types, key=lambda struct: (struct.__name__, struct.__module__))
-    references, _ = msgspec.json.schema_components(ordered, ref_template="{name}")
-    return {struct: ref["$ref"] for struct, ref in zip(ordered, references, strict=True)}
+    references, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    prefix = _REF.format(name="")
+    names = (reference["$ref"].removeprefix(prefix) for reference in references)
+    return dict(zip(ordered, names, strict=True)), components
 
 
 def parts_of(struct: type[msgspec.Struct]) -> _Parts:

@@ -109,6 +109,11 @@ class ResponseStore:
         """The bytes of all stored responses, as JSON."""
         return self._num_bytes.total()
 
+    @property
+    def has_file(self) -> bool:
+        """Whether `open` and `close` read and write a file."""
+        return self._path is not None
+
     def open(self) -> None:
         """Read the file, if there is one. Raises ConfigError."""
         if self._path is None:
