@@ -153,17 +153,17 @@ class DecodeGroup:
     def plan(self, step_id: int) -> None:
         """Plan a row for each: allocate and register blocks, in the order of rows."""
         num_steps, block_size, pool = self._num_steps, self._block_size, self._pool
+        allocate_one, register = pool.allocate_one, pool.register
         for member in self._changing[num_steps % block_size]:
             sequence, start = member.sequence, member.shift + num_steps
             residency = sequence.residency
             if not start % block_size:
-                residency.blocks.append(pool.allocate_one())
+                residency.blocks.append(allocate_one())
                 residency.capacity += block_size
             if not (start + 1) % block_size and pool.prefix_caching:
-                block_tokens = self._last_block(sequence, start + 1)
-                pool.register_next(
-                    residency.keys, sequence.root, residency.blocks, block_tokens, sequence.digests
-                )
+                content = (self._last_block(sequence, start + 1),)
+                blocks = residency.blocks
+                register(residency.keys, sequence.root, blocks, content, sequence.digests)
                 residency.registers_at += block_size
         self._last_step_id = step_id
         self._is_in_flight = True

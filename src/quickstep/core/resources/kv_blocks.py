@@ -171,11 +171,9 @@ class KVBlocks(Resource):
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
         if not self._pool.prefix_caching:
             return
-        register_next, keys, blocks = self._pool.register_next, residency.keys, residency.blocks
-        root, token_ids, digests = sequence.root, sequence.token_ids, sequence.digests
-        for start in range(len(keys) * block_size, num_full * block_size, block_size):
-            block_tokens = tuple(token_ids[start : start + block_size])
-            register_next(keys, root, blocks, block_tokens, digests)
+        keys = residency.keys
+        contents = self._pool.contents(sequence.token_ids, len(keys), num_full)
+        self._pool.register(keys, sequence.root, residency.blocks, contents, sequence.digests)
         residency.registers_at = (len(keys) + 1) * block_size
         if residency.state is not None:
             residency.state.registered(keys)
