@@ -103,6 +103,8 @@ class KVBlocks(Resource):
         num_held = sum(len(holder.residency.blocks) for holder in leaving)
         if needed > pool.num_free + num_held:  # the usual case, and cheap to check
             return False
+        if not leaving:
+            return needed <= pool.num_free_besides(hits)
         held = Counter(block_id for holder in leaving for block_id in holder.residency.blocks)
         return needed <= pool.num_free_without(held, hits)
 
