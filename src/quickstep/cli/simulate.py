@@ -301,9 +301,7 @@ def run(args: argparse.Namespace) -> int:
     model_of(args)  # reports a missing one before this machine is measured
     hardware, evidence = predicted_on(args, hardware_of(args))
     if args.sweep is not None:
-        code = run_sweep(
-            args, hardware, partial(_engine, args, hardware), partial(_simulated, args)
-        )
+        code = run_sweep(args, hardware, partial(_engine, args, hardware), _simulated)
         if evidence is not None and not args.json:
             print(f"likely figures, by {evidence.text}")
         return code

@@ -7,6 +7,7 @@ import csv
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     from quickstep.plan.hardware import Hardware
     from quickstep.plan.sweep import Combination, Sweep, SweepRow
     from quickstep.plan.traffic import Replicas
+    from quickstep.sim.outcome import Simulation
     from quickstep.sim.report import Run
     from quickstep.sim.window import CountedWindow
 
     # An engine on so many devices, with so many tokens of a step. Raises ConfigError.
     NewEngine = Callable[[int, int], Candidate]
-    # Its simulation with a rate, a policy, replicas, and the requests that count.
-    Simulated = Callable[[Candidate, float, PolicyName, Replicas, CountedWindow], Run]
+    # Its simulation by the flags, with a rate, a policy, replicas, and the requests that count.
+    Simulated = Callable[
+        [argparse.Namespace, Candidate, float, PolicyName, Replicas, CountedWindow], Run
+    ]
 
 _AXES = ("policy", "chunk", "tp", "replicas")
 _POLICIES = (PolicyName.MIXED, PolicyName.PREFILL_FIRST, PolicyName.DECODE_FIRST)
@@ -67,23 +71,15 @@ def run_sweep(
     import msgspec
 
     from quickstep.cli.screen import counting_bar
+    from quickstep.plan.processes import num_usable_cores
     from quickstep.plan.sweep import SweepQuery
     from quickstep.plan.sweep import run_sweep as sweep_all
-    from quickstep.plan.traffic import Replicas
-    from quickstep.sim.outcome import Simulation
     from quickstep.sim.summary import Targets
     from quickstep.sim.workload import WORKLOADS
 
     targets = Targets(*(None if ms is None else ms / 1e3 for ms in (args.ttft_ms, args.tpot_ms)))
     _check(args, targets)
     found, problems = _candidates(args, hardware, new_engine)
-
-    def simulate_at(
-        combination: Combination, candidate: Candidate, rate: float, window: CountedWindow
-    ) -> Simulation:
-        replicas = Replicas(combination.replicas, args.router, args.faults, args.seed)
-        return simulated(candidate, rate, combination.policy, replicas, window).outcome
-
     workload = WORKLOADS[args.preset]
     query = SweepQuery(
         args.rate,
@@ -94,7 +90,10 @@ def run_sweep(
         args.num_prompts or _LEAST_REQUESTS,
     )
     with counting_bar() as progress:
-        answer = sweep_all(query, found, simulate_at, progress)
+        # a parser cannot be sent to another process
+        flags = {name: value for name, value in vars(args).items() if name != "parser"}
+        simulate_at = partial(_simulate_at, argparse.Namespace(**flags), simulated)
+        answer = sweep_all(query, found, simulate_at, progress, num_usable_cores())
     title = (
         f"{args.preset} with {model_of(args)} on {hardware.device.label}, up to {hardware.count}"
     )
@@ -118,6 +117,20 @@ def run_sweep(
         args.report.write_text(page_with_report(title, report), encoding="utf-8")
         print(f"{args.report}: written", file=sys.stderr)
     return 0 if answer.met else 1
+
+
+def _simulate_at(
+    args: argparse.Namespace,
+    simulated: Simulated,
+    combination: Combination,
+    candidate: Candidate,
+    rate: float,
+    window: CountedWindow,
+) -> Simulation:
+    from quickstep.plan.traffic import Replicas
+
+    replicas = Replicas(combination.replicas, args.router, args.faults, args.seed)
+    return simulated(args, candidate, rate, combination.policy, replicas, window).outcome
 
 
 def _check(args: argparse.Namespace, targets: object) -> None:

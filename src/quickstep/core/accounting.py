@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, prompt_latency_s
@@ -280,8 +280,17 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
 
     def of(self, load: StepLoad) -> int:
         """The charge of a load."""
-        per_unit: tuple[int, ...] = astuple(self)
-        return load.times(per_unit)
+        return (  # written out, as `UnitPrices.of`
+            self.token * load.num_tokens
+            + self.row * load.num_rows
+            + self.kv_token * load.num_kv_tokens
+            + self.pair * load.num_pairs
+            + self.score * load.num_scored
+            + self.logits_row * load.num_logits_rows
+            + self.grammar_row * load.num_grammar_rows
+            + self.logprobs_row * load.num_logprobs_rows
+            + self.adapter_row * load.num_adapter_rows
+        )
 
     def of_rows(self, loads: SequenceOf[StepLoad], step: StepLoad) -> list[int]:
         """The charge of each row of a step with the load `step`."""

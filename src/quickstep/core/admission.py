@@ -417,7 +417,8 @@ class AdmissionControl:
         num_prompt, num_outputs = len(request.prompt_token_ids), self.expected_outputs(request)
         num_more = max(0, num_outputs - 1)
         middle = num_prompt + num_outputs // 2
-        prompt_s = self._prompt_s(num_prompt)
+        prompt_step_s = self._prompt_step_s(num_prompt)
+        prompt_s = prompt_step_s if self._num_stages == 1 else self._prompt_s(num_prompt)
         decode_s = self._token_s(1, middle)
         # In a batch with those that are there, each row has its part of what a step costs once.
         num_live = len(self._batch) + len(self._waiting) + request.sampling.n
@@ -427,7 +428,7 @@ class AdmissionControl:
             service_s=prompt_s + num_more * decode_s,
             prompt_s=prompt_s,
             first_token_s=prompt_s + self._wait_estimate.delay_s(now),
-            charge_s=self._prompt_step_s(num_prompt) + num_more * token_s / num_rows,
+            charge_s=prompt_step_s + num_more * token_s / num_rows,
             num_outputs=num_outputs,
         )
 

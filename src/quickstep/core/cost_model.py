@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from operator import ge, le, mul
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import astuple
@@ -57,8 +57,6 @@ _NUM_FIRST_STEPS = 64
 _EXACT = 1e-9  # relative error of a prediction that is only rounded
 _MAX_SWEEPS = 2000
 _CONVERGED = 1e-6  # relative change of a coefficient in one pass
-
-_Number = TypeVar("_Number", int, float)
 
 _NO_SAMPLING: Mapping[int, SamplingParams] = MappingProxyType({})
 
@@ -134,11 +132,6 @@ class StepLoad(msgspec.Struct, frozen=True, gc=False):
         num, num_kv_tokens = plan.num_grouped_rows, plan.num_grouped_kv_tokens
         grouped = StepLoad(num, num, num_kv_tokens, num_kv_tokens, num_logits_rows=num)
         return sum(loads, start=grouped)
-
-    def times(self, per_unit: tuple[_Number, ...]) -> _Number:
-        """The sum of its units, each times its entry of `per_unit`, in the order of the fields."""
-        total: _Number = sum(map(mul, astuple(self), per_unit))
-        return total
 
     def __add__(self, other: StepLoad) -> StepLoad:
         if not self.num_rows or not other.num_rows:  # a load without rows is empty
@@ -241,7 +234,8 @@ def prompt_latency_s(
     part = tokens_of_part(cost_model, num_tokens, max_tokens, num_stages)
     num_steps = max(1, -(-num_tokens // part))
     seconds = cost_model.seconds(StepLoad.of_span(start, num_tokens, num_logits_rows=1))
-    seconds += (num_steps - 1) * cost_model.seconds(StepLoad())
+    if num_steps > 1:
+        seconds += (num_steps - 1) * cost_model.seconds(StepLoad())
     return seconds * (1.0 + (num_stages - 1) / num_steps)
 
 

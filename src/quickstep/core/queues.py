@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder, account_of
 from quickstep.core.shares import Shares
 from quickstep.types import Activity, Request, RequestClass
+
+_rank: Callable[[Sequence], Rank] = attrgetter("rank")
 
 
 class Gate(Protocol):
@@ -516,10 +519,6 @@ def _num_active(sequences: SequenceOf[Sequence]) -> int:
     if not sequences or not sequences[-1].is_paused:  # paused ones are last
         return len(sequences)
     return bisect_left(sequences, True, key=_is_paused)
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
 
 
 def _is_live(sequence: Sequence) -> bool:

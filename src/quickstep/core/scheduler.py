@@ -632,11 +632,13 @@ class Scheduler:
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
         is_full = len(self._in_flight) >= self.max_in_flight  # then `plan` returns None
-        policy_s = None if is_full else self._budget.wakeup(now)
-        some_lost = self._waiting.parked_by_key and self.held.lost(self._waiting)
-        lost_s = now if some_lost else None
-        times = self._deadlines.next_s(), policy_s, lost_s
-        return min((time for time in times if time is not None), default=None)
+        due_s = None if is_full else self._budget.wakeup(now)
+        if self._waiting.parked_by_key and self.held.lost(self._waiting):
+            due_s = now if due_s is None else min(now, due_s)
+        deadline_s = self._deadlines.next_s()
+        if due_s is None or deadline_s is None:  # the usual case
+            return due_s if deadline_s is None else deadline_s
+        return min(due_s, deadline_s)
 
     def stats(self) -> SchedulerStats:
         """The current state, and totals since the start."""

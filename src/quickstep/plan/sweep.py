@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from quickstep.config import PolicyName
 from quickstep.core.cost_model import StepLoad
 from quickstep.plan.candidates import Candidate
+from quickstep.plan.processes import map_in_processes
 from quickstep.sim.outcome import Simulation
 from quickstep.sim.summary import Summary, Targets, ending_times, summarize
 from quickstep.sim.window import CountedWindow, requests_for_load, window_of_load
@@ -139,15 +141,19 @@ def run_sweep(
     candidates: Sequence[tuple[Combination, Candidate]],
     simulate_at: SimulateAt,
     progress: Callable[[str, int, int], None] | None = None,
+    num_processes: int = 1,
 ) -> Sweep:
     """Simulate all combinations. `candidates` is not empty; `progress` gets what runs now, how many
-    combinations are done, and how many there are.
+    combinations are done, and how many there are. With several processes, `simulate_at` has to be
+    picklable.
     """
-    rows = []
-    for place, (combination, candidate) in enumerate(candidates):
+
+    def started(place: int, num_done: int) -> None:
         if progress is not None:
-            progress(str(combination), place, len(candidates))
-        rows.append(_row(query, combination, candidate, simulate_at))
+            progress(str(candidates[place][0]), num_done, len(candidates))
+
+    row = partial(_row, query, simulate_at)
+    rows = map_in_processes(row, candidates, num_processes, started)
     rate = max(query.rates)
     best = min(range(len(rows)), key=lambda place: _preference(rows[place], rate))
     met = rows[best].knee >= rate
@@ -155,8 +161,10 @@ def run_sweep(
 
 
 def _row(
-    query: SweepQuery, combination: Combination, candidate: Candidate, simulate_at: SimulateAt
+    query: SweepQuery, simulate_at: SimulateAt, combined: tuple[Combination, Candidate]
 ) -> SweepRow:
+    combination, candidate = combined
+
     def point(rate: float, gives_up: bool = True) -> SweepPoint:
         window = replace(query.window(rate), gives_up=gives_up)
         return measure(candidate, rate, window, simulate_at(combination, candidate, rate, window))

@@ -14,6 +14,8 @@ its charge are those of the last `settle`; all else of it is up to date.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 
@@ -48,6 +50,9 @@ class _Member(msgspec.Struct, eq=False):
     end_step: int
     row_ticks: int
     context_ticks: int
+
+
+_rank: Callable[[_Member], Rank] = attrgetter("sequence.rank")
 
 
 class DecodeGroup:
@@ -153,17 +158,20 @@ class DecodeGroup:
     def plan(self, step_id: int) -> None:
         """Plan a row for each: allocate and register blocks, in the order of rows."""
         num_steps, block_size, pool = self._num_steps, self._block_size, self._pool
+        allocate_one, register = pool.allocate_one, pool.register
+        first_new = num_steps + 1 - block_size
         for member in self._changing[num_steps % block_size]:
             sequence, start = member.sequence, member.shift + num_steps
             residency = sequence.residency
             if not start % block_size:
-                residency.blocks.append(pool.allocate_one())
+                residency.blocks.append(allocate_one())
                 residency.capacity += block_size
             if not (start + 1) % block_size and pool.prefix_caching:
-                block_tokens = self._last_block(sequence, start + 1)
-                pool.register_next(
-                    residency.keys, sequence.root, residency.blocks, block_tokens, sequence.digests
-                )
+                content = self._output_block
+                if member.shift + first_new < sequence.prompt_len:
+                    content = self._last_block(sequence, start + 1)
+                blocks = residency.blocks
+                register(residency.keys, sequence.root, blocks, (content,), sequence.digests)
                 residency.registers_at += block_size
         self._last_step_id = step_id
         self._is_in_flight = True
@@ -214,8 +222,6 @@ class DecodeGroup:
     def _last_block(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """The tokens of the last block of a sequence with so many."""
         start = num_tokens - self._block_size
-        if start >= sequence.prompt_len:
-            return self._output_block
         known = sequence.token_ids[start:]
         return (*known, *self._output_block[len(known) :])
 
@@ -248,7 +254,3 @@ class DecodeGroup:
             and planned == len(sequence.token_ids) - 1
             and planned >= max(residency.prefill_end, residency.recompute_end)
         )
-
-
-def _rank(member: _Member) -> Rank:
-    return member.sequence.rank

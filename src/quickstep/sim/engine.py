@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from struct import Struct
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +30,7 @@ from quickstep.types import (
 )
 
 _TOKEN_ID = 0
+_pack_hash = Struct("q").pack
 _ONE_STAGE = StageTimes()
 _ROUNDED = 1.0 - 1e-9  # a sum of step times is at least that part of their product
 
@@ -37,7 +39,7 @@ def quick_digest(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
     """A digest of blocks for pools of one simulation: a fifth of the time of `chain_digest`. Its
     values differ from process to process; the pool compares tokens on a hit.
     """
-    return hash((parent, token_ids)).to_bytes(8, "little", signed=True)
+    return _pack_hash(hash((parent, token_ids)))
 
 
 class VirtualClock(msgspec.Struct):
@@ -239,10 +241,12 @@ class SimulatedEngine:
         now = self._clock.now
         wakeup_s = self.scheduler.wakeup(now) if self.scheduler.has_work() else None
         # what was due now was done; a policy that waits for a step in flight may still say now
-        times = [None if wakeup_s is None or wakeup_s <= now else wakeup_s]
-        times.append(self._loads[0][0] if self._loads else None)
-        times.append(self._in_flight[0][1].ready_at_s if self._in_flight else None)
-        return min((time for time in times if time is not None), default=None)
+        times = [] if wakeup_s is None or wakeup_s <= now else [wakeup_s]
+        if self._loads:
+            times.append(self._loads[0][0])
+        if self._in_flight:
+            times.append(self._in_flight[0][1].ready_at_s)
+        return min(times, default=None)
 
 
 def padded(plan: StepPlan) -> StepPlan:

@@ -7,9 +7,11 @@ timings and the step log come out; `Follow` adds the requests that a client send
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quickstep.core.cost_model import CostModel
@@ -93,9 +95,9 @@ class _Run:
         """The time of the next event; None at the end."""
         if self._window is not None and self._window.is_over(self._clock.now):
             return None
-        engine_s = self._engine.next_s()
-        times = [self._events[0][0]] if self._events else []
-        return min([*times, engine_s] if engine_s is not None else times, default=None)
+        engine_s, client_s = self._engine.next_s(), self._next_client_s()
+        next_s = client_s if engine_s is None else min(client_s, engine_s)
+        return None if next_s == math.inf else next_s
 
     def _record_endings(self, outputs: Iterable[SequenceOutput]) -> None:
         for output in outputs:
@@ -116,6 +118,21 @@ class _Run:
                     self._schedule(max(arrival.at_s, self._clock.now), arrival)
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Without the garbage collector: a simulation makes no cycles, and its many objects live until
+    its end, which the collector would look through again and again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collector()
 def simulate(
     arrivals: Iterable[Arrival],
     scheduler: Scheduler,

@@ -26,12 +26,7 @@ def fill(pool: KVBlockPool, tokens: tuple[int, ...], root: ChainRoot = BASE) -> 
     """Allocate blocks for `tokens` and register the full ones, as a scheduler would."""
     size = pool.block_size
     blocks = pool.allocate(-(-len(tokens) // size))
-    digests: list[bytes] = []
-    pool.extend_digests(digests, root, tokens, len(tokens) // size)
-    parent: BlockKey | ChainRoot = root
-    for index, digest in enumerate(digests):
-        content = tokens[index * size : (index + 1) * size]
-        parent = pool.register(blocks[index], parent, content, digest)
+    pool.register([], root, blocks, pool.contents(tokens, 0, len(tokens) // size), [])
     return blocks
 
 
@@ -214,6 +209,30 @@ def test_a_lookup_compares_again_from_the_first_block_that_lost_its_content() ->
     assert pool.lookup(BASE, tokens, digests, found).block_ids == ()
 
 
+def test_lost_content_is_remembered_for_as_many_losses_as_there_are_blocks() -> None:
+    pool = KVBlockPool(2, 1)
+    pool.release(fill(pool, (1,)))
+    digest = chain_digest(root_digest(BASE), (1,))
+    assert not pool.was_cached(digest)
+    for token in range(2, 5):  # the third one evicts the first
+        pool.release(fill(pool, (token,)))
+    assert pool.was_cached(digest)
+    pool.release(fill(pool, (5,)))
+    assert pool.was_cached(digest)
+    pool.release(fill(pool, (1,)))
+    assert not pool.was_cached(digest)  # it is again
+    for token in range(6, 14):
+        pool.release(fill(pool, (token,)))
+    assert not pool.was_cached(digest)
+
+
+def test_a_chain_of_a_million_blocks_is_freed_without_a_recursion() -> None:
+    key: BlockKey | ChainRoot = BASE
+    for _ in range(1_000_000):
+        key = BlockKey(key, (1,), b"")
+    del key
+
+
 def test_check_names_a_leak() -> None:
     pool = KVBlockPool(2, 1)
     pool.allocate(1)
@@ -247,12 +266,12 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool.acquire(found)
         table = [*found, *self.pool.allocate(needed)]
-        parent: BlockKey | ChainRoot = BASE
-        all_digests: list[bytes] = []
-        self.pool.extend_digests(all_digests, BASE, tokens, len(tokens) // 2)
-        for index, digest in enumerate(all_digests):
-            content = tokens[2 * index : 2 * index + 2]
-            parent = self.pool.register(table[index], parent, content, digest)
+        keys = [self.pool.key_of(block_id) for block_id in found]
+        contents = self.pool.contents(tokens, len(found), len(tokens) // 2)
+        self.pool.register(keys, BASE, table, contents, digests)
+        assert len(keys) == len(tokens) // 2
+        assert len(digests) == max(len(keys), (len(tokens) - 1) // 2)
+        for index in range(len(found), len(keys)):
             self.content[table[index]] = tokens[: 2 * index + 2]
         self.tables.append(table)
 

@@ -205,8 +205,8 @@ _BUGS = {
     ),
     "evicted-block-stays-indexed": (
         "resources.block_pool",
-        "            self._unindex(block_id, key)\n            block_ids.append",
-        "            block_ids.append",
+        "        self._unindex(block_ids)\n        self._num_evictions",
+        "        self._num_evictions",
     ),
     "admitted-with-tokens-in-flight": (
         "scheduler",

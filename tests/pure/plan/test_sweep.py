@@ -76,6 +76,16 @@ def test_a_single_rate_begins_a_search_and_more_replicas_serve_more(capsys, tmp_
     assert len(rows) == sum(len(row["points"]) for row in answer["rows"])
 
 
+def test_a_sweep_in_several_processes_has_the_same_answer(capsys, monkeypatch) -> None:
+    flags = ("--hardware", "l4", "--rate", "0.5,40", "--sweep", "policy")
+    answers = []
+    for num_cores in (1, 2):
+        monkeypatch.setattr("quickstep.plan.processes.num_usable_cores", lambda num=num_cores: num)
+        answers.append(sweep(capsys, *flags))
+    assert len(answers[0][1]["rows"]) == 3
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("preset", ["chat", "code"])
 def test_a_window_ends_a_simulation_with_the_same_answer(preset: str, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -63,6 +64,31 @@ def test_rows_that_seem_free_are_charged_by_tokens() -> None:
     outcome = run([Arrival(0.0, ask("a", 30, 1)), Arrival(0.0, ask("b", 10, 1))], believed=free)
     seconds = {ending.request_id: ending.timings.device_s for ending in outcome.endings}
     assert seconds == pytest.approx({"a": 0.050 * 3 / 4, "b": 0.050 / 4})
+
+
+def num_in_cycles(num_requests: int) -> int:
+    """How many objects the collector frees after a simulation."""
+    gc.collect()
+    run([Arrival(0.01 * number, ask(f"r{number}", 40, 20)) for number in range(num_requests)])
+    return gc.collect()
+
+
+def test_requests_leave_nothing_to_the_collector_which_does_not_run_meanwhile() -> None:
+    num_in_cycles(10)
+    assert num_in_cycles(110) < num_in_cycles(10) + 100
+    seen: list[bool] = []
+    scheduler = GroupedScheduler(
+        config := SchedulerConfig(max_num_seqs=4, max_model_len=64),
+        KVBlockPool(16, 16),
+        make_policy(config),
+        LinearCostModel(),
+    )
+    arrivals = [Arrival(0.0, ask("a", 10, 5))]
+    simulate(
+        arrivals, scheduler, LinearCostModel(COSTS), progress=lambda _: seen.append(gc.isenabled())
+    )
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_a_simulation_repeats_itself() -> None:

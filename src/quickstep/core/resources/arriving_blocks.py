@@ -51,11 +51,9 @@ class ArrivingBlocks:
 
     def filled(self, num_blocks: int) -> None:
         """The next so many blocks have their content: sequences may use them."""
-        size = self._pool.block_size
-        for _ in range(num_blocks):
-            start = len(self._keys) * size
-            tokens = tuple(self._token_ids[start : start + size])
-            self._pool.register_next(self._keys, self._root, self._table, tokens, self._digests)
+        num_filled = len(self._keys)
+        contents = self._pool.contents(self._token_ids, num_filled, num_filled + num_blocks)
+        self._pool.register(self._keys, self._root, self._table, contents, self._digests)
 
     def release(self) -> None:
         """Nothing writes to them any more: those with content are cached."""

@@ -66,20 +66,30 @@ class ChainRoot(msgspec.Struct, frozen=True):
 
 
 class BlockKey(msgspec.Struct, frozen=True, eq=False):
-    """The content of one registered block. Compared by identity: equal keys are one object."""
+    """The content of one registered block. Compared by identity: equal keys are one object.
+
+    Not `gc=False`: objects that the collector tracks are freed without a recursion per parent.
+    """
 
     parent: BlockKey | ChainRoot
     token_ids: tuple[int, ...]
     digest: bytes
 
 
-def root_digest(root: ChainRoot) -> bytes:
-    """Where the chain of an adapter and salt starts."""
+def _digest_of(root: ChainRoot) -> bytes:
     adapter = root.adapter.encode("utf-8", "surrogatepass")
     salt = root.cache_salt.encode("utf-8", "surrogatepass")
     # The length keeps ("ab", "c") and ("a", "bc") apart.
     prefix = len(adapter).to_bytes(8, "little")
     return blake2b(prefix + adapter + salt, digest_size=_DIGEST_BYTES).digest()
+
+
+_PLAIN_DIGEST = _digest_of(ChainRoot())
+
+
+def root_digest(root: ChainRoot) -> bytes:
+    """Where the chain of an adapter and salt starts."""
+    return _digest_of(root) if root.adapter or root.cache_salt else _PLAIN_DIGEST
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -117,10 +127,12 @@ class KVBlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.retained: set[int] = set()
         self._cached_retained: OrderedDict[int, None] = OrderedDict()  # of these; evicted last
-        self._version = 0  # how often a block lost its content's key
-        self._lost_at: dict[bytes, int] = {}  # the version at which a digest lost its block
-        self._max_lost = min(num_blocks, _MAX_LOST)  # older ones do not count
+        self._version = 0  # how often blocks lost their content's key
         self._unindexed_at = [0] * num_blocks  # the version at which each block last did
+        # digests that lost their blocks: the last ones, and those before them
+        self._lost: set[bytes] = set()
+        self._lost_before: set[bytes] = set()
+        self._max_lost = min(num_blocks, _MAX_LOST)
         self._num_hits = 0
         self._num_evictions = 0
 
@@ -149,11 +161,17 @@ class KVBlockPool:
         """Append to `digests` those of the full blocks of `token_ids` up to `num_blocks`."""
         if len(digests) >= num_blocks:
             return
-        digest, block_size = self._digest, self.block_size
+        digest = self._digest
         parent = digests[-1] if digests else root_digest(root)
-        for start in range(len(digests) * block_size, num_blocks * block_size, block_size):
-            parent = digest(parent, tuple(token_ids[start : start + block_size]))
+        for block_tokens in self.contents(token_ids, len(digests), num_blocks):
+            parent = digest(parent, block_tokens)
             digests.append(parent)
+
+    def contents(self, token_ids: Sequence[int], first: int, end: int) -> list[tuple[int, ...]]:
+        """The token ids of the full blocks of a sequence from the block `first` up to `end`."""
+        size = self.block_size
+        starts = range(first * size, end * size, size)
+        return [tuple(token_ids[start : start + size]) for start in starts]
 
     def lookup(
         self,
@@ -255,7 +273,10 @@ class KVBlockPool:
         """Allocate a block as `allocate` does."""
         if not (self._free or self._cached or self._cached_retained):
             raise OutOfBlocks("a KV block is needed, none is free")
-        block_id = self._free.pop() if self._free else self._evict(1)[0]
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            (block_id,) = self._evict(1)
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -297,43 +318,44 @@ class KVBlockPool:
 
     def register(
         self,
-        block_id: int,
-        parent: BlockKey | ChainRoot,
-        token_ids: tuple[int, ...],
-        digest: bytes,
-    ) -> BlockKey:
-        """Index a full used block by its content, and return the key for its children.
-
-        If the content is indexed already, that block stays and its key is returned. Other content
-        under the same digest (a collision, or a chain whose parent was evicted) is replaced.
-        """
-        holder = self._index.get(digest)
-        if holder is not None:
-            key = self._keys[holder]
-            if key is not None and key.parent == parent and key.token_ids == token_ids:
-                return key
-            self.forget([holder])
-        key = BlockKey(parent, token_ids, digest)
-        self._index[digest] = block_id
-        self._keys[block_id] = key
-        return key
-
-    def register_next(
-        self,
         keys: list[BlockKey],
         root: ChainRoot,
         table: Sequence[int],
-        token_ids: tuple[int, ...],
+        contents: Iterable[tuple[int, ...]],
         digests: list[bytes],
     ) -> None:
-        """Register the block of a table that follows those with `keys`; append its key, and its
-        digest if that is not known.
+        """Index the full used blocks of a table that follow those with `keys`, by their contents;
+        append their keys, and their digests if these are not known.
+
+        If the content is indexed already, that block stays and its key is appended. Other content
+        under the same digest (a collision, or a chain whose parent was evicted) is replaced.
         """
-        index = len(keys)
-        if index == len(digests):
-            digests.append(self._digest(digests[-1] if digests else root_digest(root), token_ids))
-        parent = keys[-1] if keys else root
-        keys.append(self.register(table[index], parent, token_ids, digests[index]))
+        index, place = self._index, len(keys)
+        parent: BlockKey | ChainRoot = keys[-1] if keys else root
+        for token_ids in contents:
+            if place == len(digests):
+                before = digests[-1] if digests else root_digest(root)
+                digests.append(self._digest(before, token_ids))
+            digest = digests[place]
+            key = self._key_of_content(parent, token_ids, digest) if digest in index else None
+            if key is None:
+                block_id = table[place]
+                self._keys[block_id] = key = BlockKey(parent, token_ids, digest)
+                index[digest] = block_id
+            keys.append(key)
+            parent = key
+            place += 1
+
+    def _key_of_content(
+        self, parent: BlockKey | ChainRoot, token_ids: tuple[int, ...], digest: bytes
+    ) -> BlockKey | None:
+        """The key of the block that has this content. Another one with the digest is forgotten."""
+        holder = self._index[digest]
+        key = self._keys[holder]
+        if key is not None and key.parent == parent and key.token_ids == token_ids:
+            return key
+        self.forget([holder])
+        return None
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Remove blocks from the index: later lookups miss them, their holders keep them."""
@@ -342,16 +364,15 @@ class KVBlockPool:
             if key is None:
                 continue
             cached = self._cached_of(block_id)
-            self._unindex(block_id, key)
+            self._unindex((block_id,))
             if block_id in cached:
                 del cached[block_id]
                 self._free.append(block_id)
 
     def was_cached(self, digest: bytes) -> bool:
         """Whether a block with this digest was cached lately, and has lost its content since."""
-        lost_at = self._lost_at.get(digest)
-        is_recent = lost_at is not None and lost_at > self._version - self._max_lost
-        return is_recent and digest not in self._index
+        was_lost = digest in self._lost or digest in self._lost_before
+        return was_lost and digest not in self._index
 
     def forget_cached(self) -> int:
         """Free every cached block without references; returns how many there were."""
@@ -395,27 +416,31 @@ class KVBlockPool:
         """Take the content of so many cached blocks, least recently used first; of retained ones
         only if there are no others.
         """
-        cached, keys = self._cached, self._keys
-        block_ids = []
+        cached = self._cached
+        block_ids: list[int] = []
         for _ in range(count):
             block_id, _ = (cached or self._cached_retained).popitem(last=False)
-            key = keys[block_id]
-            assert key is not None, f"block {block_id} is cached without a key"
-            self._unindex(block_id, key)
             block_ids.append(block_id)
+        self._unindex(block_ids)
         self._num_evictions += count
         return block_ids
 
-    def _unindex(self, block_id: int, key: BlockKey) -> None:
-        digest, lost_at = key.digest, self._lost_at
-        self.retained.discard(block_id)
-        del self._index[digest]
-        self._keys[block_id] = None
+    def _unindex(self, block_ids: Sequence[int]) -> None:
+        """Blocks with content lose it."""
+        keys, index, lost, unindexed_at = self._keys, self._index, self._lost, self._unindexed_at
         self._version = version = self._version + 1
-        lost_at[digest] = self._unindexed_at[block_id] = version
-        if len(lost_at) > 2 * self._max_lost:
-            first = version - self._max_lost
-            self._lost_at = {one: at for one, at in lost_at.items() if at > first}
+        for block_id in block_ids:
+            key = keys[block_id]
+            assert key is not None, f"block {block_id} has no content"
+            digest = key.digest
+            keys[block_id] = None
+            unindexed_at[block_id] = version
+            del index[digest]
+            lost.add(digest)
+        if self.retained:
+            self.retained.difference_update(block_ids)
+        if len(lost) >= self._max_lost:
+            self._lost, self._lost_before = set(), lost
 
     def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         start = index * self.block_size

@@ -103,6 +103,8 @@ class KVBlocks(Resource):
         num_held = sum(len(holder.residency.blocks) for holder in leaving)
         if needed > pool.num_free + num_held:  # the usual case, and cheap to check
             return False
+        if not leaving:
+            return needed <= pool.num_free_besides(hits)
         held = Counter(block_id for holder in leaving for block_id in holder.residency.blocks)
         return needed <= pool.num_free_without(held, hits)
 
@@ -171,11 +173,9 @@ class KVBlocks(Resource):
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
         if not self._pool.prefix_caching:
             return
-        register_next, keys, blocks = self._pool.register_next, residency.keys, residency.blocks
-        root, token_ids, digests = sequence.root, sequence.token_ids, sequence.digests
-        for start in range(len(keys) * block_size, num_full * block_size, block_size):
-            block_tokens = tuple(token_ids[start : start + block_size])
-            register_next(keys, root, blocks, block_tokens, digests)
+        keys = residency.keys
+        contents = self._pool.contents(sequence.token_ids, len(keys), num_full)
+        self._pool.register(keys, sequence.root, residency.blocks, contents, sequence.digests)
         residency.registers_at = (len(keys) + 1) * block_size
         if residency.state is not None:
             residency.state.registered(keys)
