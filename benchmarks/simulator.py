@@ -22,7 +22,8 @@ from quickstep.config import SchedulerConfig
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.plan.processes import map_in_processes, num_usable_cores
+from quickstep.engine.machine import usable_cores
+from quickstep.plan.processes import map_in_processes
 from quickstep.sim.engine import quick_digest
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival
@@ -68,7 +69,7 @@ def main() -> None:
         "--replicas", type=int, default=_NUM_REPLICAS, help="simulate only so many of the 64"
     )
     parser.add_argument(
-        "--jobs", type=int, default=num_usable_cores(), help="processes (default: one per core)"
+        "--jobs", type=int, default=usable_cores(), help="processes (default: one per core)"
     )
     args = parser.parse_args()
     start_s = time.perf_counter()

@@ -71,7 +71,7 @@ def run_sweep(
     import msgspec
 
     from quickstep.cli.screen import counting_bar
-    from quickstep.plan.processes import num_usable_cores
+    from quickstep.engine.machine import usable_cores
     from quickstep.plan.sweep import SweepQuery
     from quickstep.plan.sweep import run_sweep as sweep_all
     from quickstep.sim.summary import Targets
@@ -93,7 +93,7 @@ def run_sweep(
         # a parser cannot be sent to another process
         flags = {name: value for name, value in vars(args).items() if name != "parser"}
         simulate_at = partial(_simulate_at, argparse.Namespace(**flags), simulated)
-        answer = sweep_all(query, found, simulate_at, progress, num_usable_cores())
+        answer = sweep_all(query, found, simulate_at, progress, usable_cores())
     title = (
         f"{args.preset} with {model_of(args)} on {hardware.device.label}, up to {hardware.count}"
     )

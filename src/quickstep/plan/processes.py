@@ -7,7 +7,6 @@ the number of processes. All processes end with the call, also if it raises or i
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -18,13 +17,6 @@ _Result = TypeVar("_Result")
 
 # Called with the place of an item that is about to be worked on, and how many are done.
 Started = Callable[[int, int], None]
-
-
-def num_usable_cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def map_in_processes(

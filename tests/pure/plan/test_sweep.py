@@ -80,7 +80,7 @@ def test_a_sweep_in_several_processes_has_the_same_answer(capsys, monkeypatch) -
     flags = ("--hardware", "l4", "--rate", "0.5,40", "--sweep", "policy")
     answers = []
     for num_cores in (1, 2):
-        monkeypatch.setattr("quickstep.plan.processes.num_usable_cores", lambda num=num_cores: num)
+        monkeypatch.setattr("quickstep.engine.machine.usable_cores", lambda num=num_cores: num)
         answers.append(sweep(capsys, *flags))
     assert len(answers[0][1]["rows"]) == 3
     assert answers[0] == answers[1]
