@@ -189,6 +189,7 @@ class ModelMetrics:
                 ("iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS),
             )
         }
+        self.token_gaps = self._histograms["inter_token_latency_seconds"]
         self.tracer = tracer
         self.goodput = _Goodput(options.goodput_ms) if options.goodput_ms else None
         self._gauges = EngineGauges(engine, model, options.prefix)
@@ -259,22 +260,20 @@ class _Histogram:
 
     def __init__(self, text: str, buckets: Sequence[float]) -> None:
         self._text = text
-        self._buckets = buckets  # the largest value of each, ascending; one more has the rest
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+        self.buckets = buckets  # the largest value of each, ascending; one more has the rest
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.sum += value
 
     def family(self, name: str, labels: Sequence[str]) -> Metric:
         """The histogram as it is now."""
         family = HistogramMetricFamily(name, self._text, labels=_LABELS)
-        bounds = map(floatToGoString, (*self._buckets, inf))
-        family.add_metric(
-            labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
-        )
+        bounds = map(floatToGoString, (*self.buckets, inf))
+        family.add_metric(labels, list(zip(bounds, accumulate(self.counts), strict=True)), self.sum)
         return family
 
 
@@ -377,11 +376,12 @@ class RequestMeter:
             prompt = delta.index // self._choices_per_prompt
             metrics.count_prompt(self._uncounted.pop(prompt, 0))
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
-        else:
-            metrics.observe("inter_token_latency_seconds", now - last)
+        else:  # of every token, so without a call
+            gap, gaps = max(0.0, now - last), metrics.token_gaps
+            gaps.counts[bisect_left(gaps.buckets, gap)] += 1
+            gaps.sum += gap
         # tokens that came together have no gap between them
-        for _ in delta.token_ids[1:]:
-            metrics.observe("inter_token_latency_seconds", 0.0)
+        metrics.token_gaps.counts[0] += len(delta.token_ids) - 1
         self._last[delta.index] = now
         self._num_tokens[delta.index] += len(delta.token_ids)
         metrics.num_generated_tokens += len(delta.token_ids)
