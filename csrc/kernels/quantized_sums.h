@@ -2,7 +2,7 @@
 // integer sums.
 //
 //   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
-//             4 bits, and 1 row x 4 panels: 4 streams of memory a thread
+//             4 bits, and 1 row x 4 panels, of 6 bits x 2: so many streams of memory a thread
 //   AVX2      2 x 4 vectors (half a panel), and 1 row x half of 2 panels: 2 streams; of 6 bits
 //             and levels without VNNI 1 row x half a panel, whose sums stay in registers
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below

@@ -88,12 +88,13 @@ QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_toke
 
 // Panels that a tile of `rows` runs at once. To take 6 bits apart, or to look levels up, without dot
 // products needs the registers that sums of a second panel would have: 1.01 to 1.24 times as fast on
-// Zen 3, most in groups of 16.
+// Zen 3, most in groups of 16. With AVX-512 a row of 6 bits runs two panels in place of four: sums of
+// groups and of outputs fit the registers, which is 1.25 to 1.4 times as fast for groups of 16 on Zen 4.
 constexpr int max_quantized_panels(int held_bits, int bits, int rows) {
   const bool is_apart = held_bits == 6 || held_bits < bits;
   if (kPanelParts > 2 || (kPanelParts == 2 && is_apart && !kHasDotProducts)) return 1;
   if (kPanelParts == 2) return rows == 1 ? 2 : 1;
-  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  return rows == 1 && held_bits != 6 ? 4 : rows <= 3 ? 2 : 1;
 }
 
 // More rows have fewer outputs at once: no more sums, and quants are unpacked once for all rows.
