@@ -71,23 +71,33 @@ def test_documentation_is_as_likely_as_in_the_exact_model(
         assert found.kl_mean < 0.01
 
 
-def test_greedy_texts_are_those_of_the_exact_model_until_it_is_nearly_tied(
-    llm: LLM, exact: Any, measured: Measured
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_greedy_texts_are_those_of_the_exact_model_but_for_near_ties(
+    dtype: str, exact: Any, measured: Measured
 ) -> None:
-    """Every token is within the error of the kernels of the most likely one of the exact model."""
-    answers = llm.chat(_chats(), _greedy())
-    same = gaps = 0.0
+    """How far the exact logit of each chosen token is below the highest. In float32 only the
+    rounding of activations to 8 bits is left; bfloat16 rounds all of them once more, and now and
+    then chooses another one of several likely tokens.
+    """
+    with LLM("smollm2", dtype=dtype, max_model_len=1024) as llm:
+        answers = llm.chat(_chats(), _greedy())
+    gaps = []
     for answer in answers:
         prompt, tokens = list(answer.prompt_token_ids or ()), list(answer.outputs[0].token_ids)
         with torch.inference_mode():
             logits = exact(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        gap = logits.max(-1).values - chosen
-        same += bool((gap == 0).all())
-        gaps = max(gaps, float(gap.max()))
-    measured.append(("texts whose tokens are all the exact model's", f"{same:.0f} of 20"))
-    measured.append(("largest logit that was missed by", f"{gaps:.3f}"))
-    assert gaps < 0.5
+        gaps.append(logits.max(-1).values - chosen)
+    same, all_gaps = sum(not gap.any() for gap in gaps), torch.cat(gaps)
+    share, largest = float((all_gaps == 0).double().mean()), float(all_gaps.max())
+    measured.append((f"texts whose tokens are all the exact model's, {dtype}", f"{same} of 20"))
+    measured.append((f"tokens that are, {dtype}", f"{share:.2%}"))
+    measured.append((f"logits that were missed by, {dtype}", f"{float(all_gaps.mean()):.4f}"))
+    measured.append((f"the largest, {dtype}", f"{largest:.3f}"))
+    assert share > 0.95
+    assert float(all_gaps.mean()) < 0.02
+    if dtype == "float32":
+        assert largest < 0.5
 
 
 def test_an_answer_in_a_batch_is_the_answer_of_batch_size_1(llm: LLM) -> None:
