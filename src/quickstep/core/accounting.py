@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, prompt_latency_s
+from quickstep.core.cost_model import CostModel, PerUnit, StepLoad, UnitPrices, prompt_latency_s
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder
@@ -232,22 +232,12 @@ class StepCharges(msgspec.Struct, frozen=True):
     unclaimed_s: float
 
 
-class UnitTicks(msgspec.Struct, frozen=True, gc=False):
-    """What each unit of a `StepLoad` is charged in one step, in ticks, in the order of its fields.
+class UnitTicks(PerUnit[int], frozen=True, gc=False):
+    """What each unit of a `StepLoad` is charged in one step, in ticks.
 
-    A whole number for each unit, so charges can be added in any order, and those of many steps or
-    rows in one go.
+    An integer for each unit, so charges can be added in any order, and those of many steps or rows
+    in one go.
     """
-
-    token: int
-    row: int
-    kv_token: int
-    pair: int
-    score: int
-    logits_row: int
-    grammar_row: int
-    logprobs_row: int
-    adapter_row: int
 
     @staticmethod
     def divide(seconds: float, prices: UnitPrices, load: StepLoad) -> UnitTicks:
@@ -277,20 +267,6 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
     def decode_context(self) -> int:
         """For a position that a decode row attends to."""
         return self.kv_token + self.pair
-
-    def of(self, load: StepLoad) -> int:
-        """The charge of a load."""
-        return (  # written out, as `UnitPrices.of`
-            self.token * load.num_tokens
-            + self.row * load.num_rows
-            + self.kv_token * load.num_kv_tokens
-            + self.pair * load.num_pairs
-            + self.score * load.num_scored
-            + self.logits_row * load.num_logits_rows
-            + self.grammar_row * load.num_grammar_rows
-            + self.logprobs_row * load.num_logprobs_rows
-            + self.adapter_row * load.num_adapter_rows
-        )
 
     def of_rows(self, loads: SequenceOf[StepLoad], step: StepLoad) -> list[int]:
         """The charge of each row of a step with the load `step`."""

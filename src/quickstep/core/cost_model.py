@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from operator import ge, le, mul
 from types import MappingProxyType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -57,6 +57,8 @@ _NUM_FIRST_STEPS = 64
 _EXACT = 1e-9  # relative error of a prediction that is only rounded
 _MAX_SWEEPS = 2000
 _CONVERGED = 1e-6  # relative change of a coefficient in one pass
+
+_Number = TypeVar("_Number", int, float)
 
 _NO_SAMPLING: Mapping[int, SamplingParams] = MappingProxyType({})
 
@@ -156,23 +158,21 @@ class Prediction(msgspec.Struct, frozen=True):
     is_extrapolated: bool
 
 
-class UnitPrices(msgspec.Struct, frozen=True, gc=False):
-    """A price per unit of each field of `StepLoad`, in its order: by these, the seconds of a step
-    are divided among its rows.
-    """
+class PerUnit(msgspec.Struct, Generic[_Number], frozen=True, gc=False):
+    """A number for a unit of each field of `StepLoad`, in its order."""
 
-    token: float = 0.0
-    row: float = 0.0
-    kv_token: float = 0.0
-    pair: float = 0.0
-    score: float = 0.0
-    logits_row: float = 0.0
-    grammar_row: float = 0.0
-    logprobs_row: float = 0.0
-    adapter_row: float = 0.0
+    token: _Number
+    row: _Number
+    kv_token: _Number
+    pair: _Number
+    score: _Number
+    logits_row: _Number
+    grammar_row: _Number
+    logprobs_row: _Number
+    adapter_row: _Number
 
-    def of(self, load: StepLoad) -> float:
-        """The price of a load."""
+    def of(self, load: StepLoad) -> _Number:
+        """The sum over the units of a load."""
         return (  # written out, as the sum of loads
             self.token * load.num_tokens
             + self.row * load.num_rows
@@ -184,6 +184,20 @@ class UnitPrices(msgspec.Struct, frozen=True, gc=False):
             + self.logprobs_row * load.num_logprobs_rows
             + self.adapter_row * load.num_adapter_rows
         )
+
+
+class UnitPrices(PerUnit[float], frozen=True, gc=False):
+    """Prices: by these, the seconds of a step are divided among its rows."""
+
+    token: float = 0.0
+    row: float = 0.0
+    kv_token: float = 0.0
+    pair: float = 0.0
+    score: float = 0.0
+    logits_row: float = 0.0
+    grammar_row: float = 0.0
+    logprobs_row: float = 0.0
+    adapter_row: float = 0.0
 
 
 class CostModel(Protocol):

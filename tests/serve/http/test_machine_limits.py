@@ -1,4 +1,4 @@
-"""A machine without free descriptors or disk: refused in the server's words; nothing is held."""
+"""A machine without free descriptors or disk: a refusal with its own code, and nothing is held."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ def assert_refused(response: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_without_a_descriptor_files_and_batches_are_refused_and_then_taken(
+def test_without_a_descriptor_files_and_batches_are_refused_until_there_is_one(
     is_kept: bool, tmp_path: Path
 ) -> None:
     files = FileOptions(directory=tmp_path if is_kept else None, num_files=6)
@@ -71,7 +71,9 @@ def test_without_a_descriptor_files_and_batches_are_refused_and_then_taken(
     async def run() -> None:
         async with client_of(create_app(FakeEngine(), ServerOptions(files=files))) as client:
             first = (await upload(client)).json()["id"]
-            for _ in range(7):  # more than the files that the server keeps: no place stays taken
+            for _ in range(
+                7
+            ):  # more than the files that the server keeps: each gives its place back
                 with no_free_descriptor():
                     assert_refused(await upload(client))
                     assert_refused(await upload(client, LARGE))
@@ -93,5 +95,5 @@ def test_without_a_descriptor_files_and_batches_are_refused_and_then_taken(
         *((number, 500) for number in (errno.EIO, errno.EACCES)),
     ],
 )
-def test_errors_of_the_system_are_told_apart(number: int, status: int) -> None:
+def test_each_error_of_the_system_has_its_status(number: int, status: int) -> None:
     assert error_facts(OSError(number, os.strerror(number))).status == status
