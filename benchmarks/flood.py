@@ -6,8 +6,10 @@ the quiet client's median and 99th percentile without and with the flood. The ex
 99th percentile with the flood is above three times the one without, or if a request of the quiet
 client failed.
 
-The flooding client is a process of a lower priority of the machine's (`nice`), since it stands for
-machines of its own. Both keys may use the operator's routes.
+Both clients stand for machines of their own, so the flooding one has the lowest of the machine's
+priorities (`nice`), and the quiet one a real-time priority, where the system permits it: without,
+its slowest responses were there in time, and its process waited for a core that the server used
+(`--ordinary-priority`). Both keys may use the operator's routes.
 
 A virtual machine loses its cores to others for 30 to 200 ms at a time, which would be counted as
 the server's. So a phase is measured in parts of half a second, and a part that lost cores is
@@ -24,7 +26,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -50,6 +53,7 @@ _RAMP_S = 0.3
 _PART_S = 0.5  # of a phase
 _MOST_DISCARDED = 2.0  # times what counts
 _NUM_WARM = 3
+_LEAST_PRIORITY = 19
 _ARGUMENTS = (
     *("--max-num-seqs", "16", "--num-blocks", "2000", "--max-waiting", "256"),
     *("--scheduling-policy", "fair"),
@@ -92,13 +96,14 @@ class RouteResult(msgspec.Struct):
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How long each phase of a route takes at least, with how many requests, and how many
-    connections flood.
+    """How long each phase of a route takes at least, with how many requests, how many connections
+    flood, and whether the quiet client has a real-time priority.
     """
 
     seconds: float = 2.0
     num_requests: int = 100
     num_connections: int = 16
+    is_realtime: bool = False
 
 
 def main() -> int:
@@ -109,14 +114,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100, help="least number in a phase")
     parser.add_argument("--connections", type=int, default=16, help="that flood")
     parser.add_argument("--threads", type=int, default=0, help="of the engine (default: all cores)")
+    parser.add_argument("--ordinary-priority", action="store_true", help="of the quiet client")
     parser.add_argument("--only", default="", help="texts in the path of the routes, A,B")
     args = parser.parse_args()
     print(describe_machine())
     print(f"load average {os.getloadavg()[0]:.1f} before")
     flags = (*_ARGUMENTS, *(("--threads", str(args.threads)) if args.threads else ()))
     print(f"quickstep serve {args.model}", *flags)
-    effort = Effort(args.seconds, args.requests, args.connections)
+    is_realtime = not args.ordinary_priority and _may_be_realtime()
+    effort = Effort(args.seconds, args.requests, args.connections, is_realtime)
     print(f"{args.connections} connections flood; a phase takes {args.seconds:g} s or longer")
+    print(f"the quiet client has {'a real-time' if is_realtime else 'an ordinary'} priority")
     print(f"{'milliseconds':<42}{'quiet':>9}{'':>9}{'flooded':>9}")
     print(
         f"{'route':<42}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}{'ratio':>7}{'n':>6}{'stolen':>8}"
@@ -226,7 +234,8 @@ class _Quiet:
 
     def run(self, effort: Effort, fraction: float = 1.0) -> list[float]:
         """Send a fraction of the requests; returns their times, in milliseconds."""
-        return uvloop.run(self._run(effort.seconds * fraction, effort.num_requests * fraction))
+        with _realtime() if effort.is_realtime else nullcontext():
+            return uvloop.run(self._run(effort.seconds * fraction, effort.num_requests * fraction))
 
     async def _run(self, least_s: float, least_num: float) -> list[float]:
         connection = _Connection(self._address.hostname or "", self._address.port or 0)
@@ -271,6 +280,24 @@ class _Quiet:
             for sent in case.after:
                 step = sent.filled({**names, "answer": answer})
                 self._client.request(step.method, step.path, json=step.body)
+
+
+@contextmanager
+def _realtime() -> Iterator[None]:
+    """This process takes a core when it can run; those that it starts have ordinary priorities."""
+    os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _may_be_realtime() -> bool:
+    try:
+        with _realtime():
+            return True
+    except (AttributeError, OSError):  # no Linux, or no permission
+        return False
 
 
 class _Connection:
@@ -355,7 +382,11 @@ class _FloodProcess:
 
 
 def _flood(pipe: Pipe, host: str, port: int, num_connections: int) -> None:
-    os.nice(19)
+    os.nice(_LEAST_PRIORITY)
+    os.setsid()  # Linux gives each session the same time, whatever the priorities of its processes
+    autogroup = Path("/proc/self/autogroup")
+    if autogroup.exists():
+        autogroup.write_text(f"{_LEAST_PRIORITY}")
     uvloop.run(_flood_phases(pipe, host, port, num_connections))
 
 

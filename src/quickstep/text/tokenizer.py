@@ -30,7 +30,7 @@ from quickstep.text.special_tokens import (
     end_token_ids,
     read_declared_tokens,
 )
-from quickstep.text.tokenizer_process import TokenizerProcess
+from quickstep.text.text_process import TextProcess
 
 _HEX_DIGITS = frozenset(string.hexdigits)
 # canonical composition: the longest spelling of a character is this many times its composed one
@@ -39,6 +39,11 @@ _KEEPING_SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScri
 _NUM_BYTES = 256
 # Shorter texts take milliseconds; a process would take longer to start.
 LONG_CHARS = 64 * 1024
+# The library keeps the interpreter's lock in its calls for one text, and releases it in those for
+# several: next to a busy thread a short call waits half a millisecond for the lock, and in a long
+# one other threads have to run.
+_KEEPING_CHARS = 1024
+_KEEPING_IDS = 1024
 
 
 class DecoderKind(enum.Enum):
@@ -71,7 +76,7 @@ class Tokenizer:
         library: Any,
         eos_token_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] = MappingProxyType({}),
-        process: TokenizerProcess | None = None,
+        process: TextProcess | None = None,
     ) -> None:
         library.no_truncation()
         library.no_padding()
@@ -91,7 +96,7 @@ class Tokenizer:
         self._bytes_of_id: dict[int, bytes] = {}
 
     @classmethod
-    def open(cls, path: Path, process: TokenizerProcess | None = None) -> Tokenizer:
+    def open(cls, path: Path, process: TextProcess | None = None) -> Tokenizer:
         """Read the tokenizer of the checkpoint at `path`, a directory or a GGUF file.
 
         Long texts are tokenised in `process`, if there is one.
@@ -103,7 +108,7 @@ class Tokenizer:
             return cls._open(path, process)
 
     @classmethod
-    def _open(cls, path: Path, process: TokenizerProcess | None) -> Tokenizer:
+    def _open(cls, path: Path, process: TextProcess | None) -> Tokenizer:
         if is_gguf(path):
             from quickstep.text.gguf_tokenizer import read_gguf_tokenizer
 
@@ -176,7 +181,10 @@ class Tokenizer:
             RequestError: One is not valid Unicode.
         """
         try:
-            [encoding] = self._library.encode_batch_fast([(first, second)])
+            if len(first) + len(second) <= _KEEPING_CHARS:
+                encoding = self._library.encode(first, second)
+            else:
+                [encoding] = self._library.encode_batch_fast([(first, second)])
         except TypeError as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
@@ -191,13 +199,19 @@ class Tokenizer:
             RequestError: A text is not Unicode.
             EngineError: That process failed.
         """
-        if self._process is not None and sum(map(len, texts)) > LONG_CHARS:
+        num_chars = sum(map(len, texts))
+        if self._process is not None and num_chars > LONG_CHARS:
             return self._process.encode_all(texts, add_special_tokens)
         try:
-            # The batch call releases the interpreter's lock: a long prompt blocks no other thread.
-            encodings = self._library.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
+            if num_chars <= _KEEPING_CHARS:
+                encodings = [
+                    self._library.encode(text, add_special_tokens=add_special_tokens)
+                    for text in texts
+                ]
+            else:
+                encodings = self._library.encode_batch_fast(
+                    list(texts), add_special_tokens=add_special_tokens
+                )
         except TypeError as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
@@ -211,10 +225,12 @@ class Tokenizer:
             RequestError: An id is negative or no 32-bit number.
         """
         try:
-            # The batch call releases the interpreter's lock.
-            [text] = self._library.decode_batch(
-                [list(ids)], skip_special_tokens=skip_special_tokens
-            )
+            if len(ids) <= _KEEPING_IDS:
+                text = self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:
+                [text] = self._library.decode_batch(
+                    [list(ids)], skip_special_tokens=skip_special_tokens
+                )
         except (OverflowError, TypeError) as error:
             raise RequestError(
                 f"token ids are integers from 0 to {self.vocab_size - 1}", param="tokens"

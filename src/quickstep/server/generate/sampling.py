@@ -134,12 +134,17 @@ def label(name: str, value: str | None, limits: RequestLimits) -> str:
 
 def token_ids_of(name: str, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """The ids as a tuple. Raises RequestError for one that the model does not have."""
+    check_token_ids(name, ids, vocab_size)
+    return tuple(ids)
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError for an id that the model does not have."""
     if not _are_below(vocab_size, ids):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise RequestError(
             f"{name} holds token id {wrong}, the model has ids 0 to {vocab_size - 1}", param=name
         )
-    return tuple(ids)
 
 
 def _are_below(end: int, ids: Sequence[int]) -> bool:

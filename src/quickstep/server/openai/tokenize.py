@@ -27,7 +27,7 @@ from quickstep.server.fields.shared_fields import (
 )
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.prompts import ChatPrompt, rendered
-from quickstep.server.generate.sampling import token_ids_of
+from quickstep.server.generate.sampling import check_token_ids
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
@@ -275,8 +275,8 @@ class Tokenizing:
         fields = self._read(request, body, DetokenizeRequest)
         bounded("tokens", len(fields.tokens), model.server.limits.detokenized, "entries")
         tokenizer = model.engine.tokenizer
-        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
-        text = tokenizer.decode(ids, False)
+        check_token_ids("tokens", fields.tokens, tokenizer.vocab_size)
+        text = tokenizer.decode(fields.tokens, False)
         return Detokenized(prompt=text, content=text)
 
     def _tokenized(self, request: Request, body: bytes, model: ServedModel) -> _EncodedTokens:
