@@ -37,7 +37,7 @@ class TextsToEncode(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ChatToRender(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What `ChatTemplate.render` gets. The answer is a text, or `Refused`."""
+    """What `ChatTemplate.render` gets. The answer is a text, or `RefusedChat`."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
@@ -46,7 +46,7 @@ class ChatToRender(msgspec.Struct, frozen=True, array_like=True, tag=True):
     continue_final_message: bool
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedChat(msgspec.Struct, frozen=True):
     """A RequestError."""
 
     message: str
@@ -113,8 +113,8 @@ class TextProcess:
         if answer is None:
             threading.Thread(target=self._start_ahead, daemon=True).start()
             return None
-        text = msgspec.msgpack.decode(answer, type=str | Refused)
-        if isinstance(text, Refused):
+        text = msgspec.msgpack.decode(answer, type=str | RefusedChat)
+        if isinstance(text, RefusedChat):
             raise RequestError(text.message, param=text.param)
         return text
 

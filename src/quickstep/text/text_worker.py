@@ -19,7 +19,7 @@ from quickstep.config import InputConfig
 from quickstep.errors import RequestError
 from quickstep.priority import lower_priority
 from quickstep.text.chat_template import ChatTemplate
-from quickstep.text.text_process import ChatToRender, Refused, TextsToEncode, Work
+from quickstep.text.text_process import ChatToRender, RefusedChat, TextsToEncode, Work
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.text.worker_process import read_frame, write_frame
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 def _done(
     work: Work, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> list[bytes] | str | Refused:
+) -> list[bytes] | str | RefusedChat:
     try:
         match work:
             case TextsToEncode(texts, add_special_tokens):
@@ -57,7 +57,7 @@ def _done(
                 assert template is not None, "the template of the caller renders in this process"
                 return template.render(*msgspec.structs.astuple(work))
     except RequestError as error:
-        return Refused(str(error), error.param)
+        return RefusedChat(str(error), error.param)
 
 
 if __name__ == "__main__":
