@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from quickstep.server.http.turns import Places, Turns
+from quickstep.server.http.work_lanes import WorkLanes
 
 DEADLINE_S = 30.0
 
@@ -240,6 +242,42 @@ def test_after_a_refusal_a_client_waits_for_its_next_turn_and_others_do_not(
         await again
         assert begun == ["b", "a", "c", "a"]
         assert loop.time() - since_s >= 0.04
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_after_work_in_a_lane_the_next_held_back_request_waits_and_others_do_not() -> None:
+    work_s = 0.02  # less than a request may be in hand
+
+    async def run() -> None:
+        turns, lanes, begun = Turns(), WorkLanes(), list[str]()
+        loop = asyncio.get_running_loop()
+        ended_s: list[float] = []
+
+        async def long_request(name: str) -> None:
+            turn = await turns.take(name[0])
+            begun.append(name)
+            await lanes.run(1, lambda: time.sleep(work_s))
+            turn.leave()
+            ended_s.append(loop.time())
+
+        async def short_request(name: str) -> None:
+            (await turns.take(name[0])).leave()
+            begun.append(name)
+
+        await short_request("b0")
+        first = asyncio.create_task(long_request("a0"))
+        await asyncio.sleep(0)
+        following = asyncio.create_task(short_request("a1"))
+        await first
+        await short_request("c0")
+        await following
+        assert begun == ["b0", "a0", "c0", "a1"]
+        assert loop.time() - ended_s[0] >= work_s
+        await long_request("a2")
+        await short_request("a3")  # was not held back
+        await short_request("b1")
+        assert begun[4:] == ["a2", "a3", "b1"]
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 

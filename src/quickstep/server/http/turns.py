@@ -8,8 +8,10 @@ waits for a step of each request that has begun, on the loop and in the threads 
 take the interpreter from the loop: so a client's next request begins when the server has done its
 work on the last one, and waits for the engine or has begun its response. A client with few requests
 waits for one of each other client. After a refusal for too many requests a client waits 5 ms for
-its next turn: one that sends again at once would keep the loop busy. Turns cost some time per
-request, so there are none while only one client comes.
+its next turn: one that sends again at once would keep the loop busy. After work in a lane the next
+request of the same client, if it was held back, waits twice as long as that took: so long inputs of
+one client take a third of the time at most, and others mostly find the threads idle. Turns cost
+some time per request, so there are none while only one client comes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _REMEMBERED_S = 10.0  # how long there are turns after two clients came
 # From bytes on a socket to a request that waits for its turn: they are read, and its task begins.
 _READING_RUNS = 4
 _IN_HAND_S = 0.05  # what takes longer waits for something, as for bytes of its client
+_PAUSES = 2.0  # times the work of lanes on a request
+_LEAST_PAUSE_S = 0.001  # timers of the loop have milliseconds
 _REFUSED_S = 0.005  # so a client is refused 200 times a second at most while others come
 
 
@@ -38,21 +42,33 @@ class Turn:
     def __init__(self, turns: Turns, client: str, loop: asyncio.AbstractEventLoop) -> None:
         self._turns: Turns | None = turns
         self._client = client
+        self._work_s = 0.0
         self._timer = loop.call_later(_IN_HAND_S, self.leave)
 
     def leave(self) -> None:
-        """Be out of hand; again, nothing."""
+        """Be out of hand; again, nothing. After a pause where lanes have worked long on it and the
+        client's next request is held back.
+        """
         if self._turns is not None:
-            self._timer.cancel()
-            self._turns.leave(self._client)
-            self._turns = None
+            pause_s = _PAUSES * self._work_s if self._turns.holds_back(self._client) else 0.0
+            self._leave_after(pause_s if pause_s > _LEAST_PAUSE_S else 0.0)
 
     def refused(self) -> None:
         """Be out of hand a while from now; after that, or again, nothing."""
-        if self._turns is not None:
+        self._leave_after(_REFUSED_S)
+
+    def worked(self, seconds: float) -> None:
+        """A lane has worked so long on the request."""
+        self._work_s += seconds
+
+    def _leave_after(self, pause_s: float) -> None:
+        turns, self._turns = self._turns, None
+        if turns is not None:
             self._timer.cancel()
-            asyncio.get_running_loop().call_later(_REFUSED_S, self._turns.leave, self._client)
-            self._turns = None
+            if pause_s:
+                asyncio.get_running_loop().call_later(pause_s, turns.leave, self._client)
+            else:
+                turns.leave(self._client)
 
 
 _TURN: ContextVar[Turn | None] = ContextVar("quickstep_turn", default=None)
@@ -63,6 +79,13 @@ def leave_turn() -> None:
     turn = _TURN.get()
     if turn is not None:
         turn.leave()
+
+
+def worked_in_lane(seconds: float) -> None:
+    """A lane has worked so long on the request of this task."""
+    turn = _TURN.get()
+    if turn is not None:
+        turn.worked(seconds)
 
 
 class Turns:
@@ -106,6 +129,10 @@ class Turns:
                 self._ends_s = now_s + _REMEMBERED_S
             self._last_client = client
         return now_s <= self._ends_s
+
+    def holds_back(self, client: str) -> bool:
+        """Whether a request of the client waits for one in hand, as while others come."""
+        return client in self._held_back
 
     async def _begun(self, client: str, begins: asyncio.Future[None]) -> None:
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
@@ -28,6 +29,7 @@ from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import QuickstepError
 from quickstep.priority import use_long_slices
 from quickstep.server.http.errors import ServerBusy
+from quickstep.server.http.turns import worked_in_lane
 
 _LOG = logging.getLogger("quickstep.server")
 _Result = TypeVar("_Result")
@@ -158,8 +160,21 @@ class WorkLanes:
         Raises:
             ServerBusy: Too many wait.
         """
+        took_s = 0.0
+
+        def timed() -> _Result:
+            nonlocal took_s
+            since_s = time.perf_counter()
+            try:
+                return work()
+            finally:
+                took_s = time.perf_counter() - since_s
+
         lane = next(lane for lane in self._lanes if lane.largest is None or size <= lane.largest)
-        return await lane.run(self._key, size, work)
+        try:
+            return await lane.run(self._key, size, timed)
+        finally:
+            worked_in_lane(took_s)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """The same, but a cancellation waits for the end, so that files can be closed."""
