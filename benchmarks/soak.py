@@ -40,7 +40,7 @@ _SETTLE_S = 30.0
 # Allocators keep memory that they have used: growth within these limits is not a leak.
 _FLAT_FRACTION, _FLAT_BYTES = 0.08, 24 * 2**20
 _MIB = 2**20
-_PARTS = ("server", "engine", "grammars", "long inputs")
+_PARTS = ("server", "engine", "grammars", "tokenizer")
 _NAMES = ("a", "b", "c")  # of the models that are switched
 _MODELS = (
     {"model": "demo", "name": "a"},

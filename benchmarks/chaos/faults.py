@@ -438,7 +438,7 @@ _NO_DESCRIPTORS = (
 )
 _NO_TRIAL = "^503 (the process that tries out grammars ended|the grammar was not compiled within)"
 _NO_MEMORY = f"{_DEATHS}|ImportError|cannot be started|can't start new thread|MemoryError"
-_GRAMMARS, _TOKENIZER = b"grammar.trial_worker", b"text.text_worker"
+_GRAMMARS, _TOKENIZER = b"grammar.trial_worker", b"text.tokenizer_worker"
 
 _of_hosts = partial(Fault, needs="netns", sites=("hosts",), delays=True)
 _of_models = partial(Fault, sites=("models",))

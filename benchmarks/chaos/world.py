@@ -76,7 +76,7 @@ class Held:
         self.counts = {
             "processes": len(ids),
             "processes of grammars": len(world.ids_of(b"grammar.trial_worker")),
-            "processes of long texts": len(world.ids_of(b"text.text_worker")),
+            "processes of long texts": len(world.ids_of(b"text.tokenizer_worker")),
             "threads of the server": _num_threads(ids[0]),
             "threads of engines": sum(_num_threads(engine) for engine in world.engine_ids()),
             "descriptors of the server": _num_descriptors(ids[0]),

@@ -17,7 +17,7 @@ _START_S = 120.0
 _NAMES = {
     "quickstep.engine.remote.worker": "engine",
     "quickstep.text.grammar.trial_worker": "grammars",
-    "quickstep.text.text_worker": "long inputs",
+    "quickstep.text.tokenizer_worker": "tokenizer",
 }
 
 

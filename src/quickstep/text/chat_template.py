@@ -38,14 +38,13 @@ from quickstep.text.message_content import (
     text_part,
 )
 from quickstep.text.template_limits import BoundedEnvironment
-from quickstep.text.text_process import ChatToRender, TextProcess
 from quickstep.text.tool_calls.formats import OutputFormats, formats_of
 
 Message = Mapping[str, Any]
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
-# messages and tools: a millisecond, of which an exchange with a process takes a part
-LONG_CHAT = 32
+
+
 _END_OF_TEXT = "\ue0fe\ue0ff"  # of private use: marks where a continued message ends
 _TESTS_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+(?:not\s+)?none\b")
 
@@ -113,9 +112,9 @@ class ChatTemplate:
 
     `special_tokens` are variables of templates (`bos_token`, ...); `now` gives the date that a
     template may print. A render that takes longer than `limit_s` by the `clock` is refused; the
-    clock counts the thread's processor time, so that a pause of the machine has no effect. Long
-    conversations go to `process`, if there is one. `content_format` is what templates read of a
-    message's content; by default each role of each template has what the template shows.
+    clock counts the thread's processor time, so that a pause of the machine has no effect.
+    `content_format` is what templates read of a message's content; by default each role of each
+    template has what the template shows.
     """
 
     def __init__(
@@ -127,11 +126,9 @@ class ChatTemplate:
         limit_s: float = 1.0,
         clock: Callable[[], float] = time.thread_time,
         content_format: ContentFormat = ContentFormat.AUTO,
-        process: TextProcess | None = None,
     ) -> None:
         self._environment = environment = _environment(now, clock)
         self._limit_s = limit_s
-        self._process = process
         self._formats = _formats(templates)
         self._source = templates.get("default", next(iter(templates.values()), ""))
         self._empty_content = None if any(map(_TESTS_NONE.search, templates.values())) else ""
@@ -149,7 +146,6 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime],
         inputs: InputConfig | None = None,
-        process: TextProcess | None = None,
     ) -> ChatTemplate | None:
         """The template of `inputs`, else those of the checkpoint directory `path`; None if there is
         none. Raises ConfigError.
@@ -161,7 +157,6 @@ class ChatTemplate:
             now=now,
             limit_s=inputs.template_s,
             content_format=inputs.content_format,
-            process=process,
         )
         if inputs.chat_template is not None:
             return made({"default": inputs.chat_template})
@@ -199,14 +194,7 @@ class ChatTemplate:
         Raises:
             RequestError: The template refuses the conversation, or alters the text that is to be
                 continued, or `extra` hides an argument.
-            EngineError: The process for long inputs failed.
         """
-        if self._process is not None and len(messages) + len(tools or ()) > LONG_CHAT:
-            rendered = self._process.render(
-                ChatToRender(messages, tools, add_generation_prompt, extra, continue_final_message)
-            )
-            if rendered is not None:
-                return rendered
         if continue_final_message:
             *earlier, last = messages
             content = last.get("content")

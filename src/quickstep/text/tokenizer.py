@@ -30,7 +30,7 @@ from quickstep.text.special_tokens import (
     end_token_ids,
     read_declared_tokens,
 )
-from quickstep.text.text_process import TextProcess
+from quickstep.text.tokenizer_process import TokenizerProcess
 
 _HEX_DIGITS = frozenset(string.hexdigits)
 # canonical composition: the longest spelling of a character is this many times its composed one
@@ -76,7 +76,7 @@ class Tokenizer:
         library: Any,
         eos_token_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] = MappingProxyType({}),
-        process: TextProcess | None = None,
+        process: TokenizerProcess | None = None,
     ) -> None:
         library.no_truncation()
         library.no_padding()
@@ -96,7 +96,7 @@ class Tokenizer:
         self._bytes_of_id: dict[int, bytes] = {}
 
     @classmethod
-    def open(cls, path: Path, process: TextProcess | None = None) -> Tokenizer:
+    def open(cls, path: Path, process: TokenizerProcess | None = None) -> Tokenizer:
         """Read the tokenizer of the checkpoint at `path`, a directory or a GGUF file.
 
         Long texts are tokenised in `process`, if there is one.
@@ -108,7 +108,7 @@ class Tokenizer:
             return cls._open(path, process)
 
     @classmethod
-    def _open(cls, path: Path, process: TextProcess | None) -> Tokenizer:
+    def _open(cls, path: Path, process: TokenizerProcess | None) -> Tokenizer:
         if is_gguf(path):
             from quickstep.text.gguf_tokenizer import read_gguf_tokenizer
 

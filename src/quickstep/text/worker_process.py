@@ -1,4 +1,4 @@
-"""A child process that answers frames: `grammar.trial` and `text.text_process` use one.
+"""A child process that answers frames: `grammar.trial` and `text.tokenizer_process` use one.
 
 A frame is a length and that many bytes, on the child's standard input and output. The child exits
 when its input closes, so it ends with its owner. It may die at any moment; `exchange` reports that.

@@ -17,8 +17,8 @@ from quickstep.engine.remote.messages import TextDigests
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint, local_checkpoint, reading_checkpoint
 from quickstep.text.chat_template import ChatTemplate, find_templates
-from quickstep.text.text_process import TextProcess
 from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tokenizer_process import TokenizerProcess
 
 
 class Texts(msgspec.Struct, frozen=True):
@@ -31,10 +31,8 @@ class Texts(msgspec.Struct, frozen=True):
     @classmethod
     def open(cls, path: Path, inputs: InputConfig) -> Texts:
         """Read the checkpoint at `path`. Raises ConfigError."""
-        process = TextProcess(path, inputs)
-        tokenizer = Tokenizer.open(path, process)
-        names = tokenizer.special_tokens
-        template = ChatTemplate.open(path, names, datetime.now, inputs, process)
+        tokenizer = Tokenizer.open(path, TokenizerProcess(path))
+        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, inputs)
         return cls(path, tokenizer, template)
 
     @classmethod
