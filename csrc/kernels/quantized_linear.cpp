@@ -37,7 +37,7 @@ constexpr int64_t kAheadInputs = 512;
 constexpr int64_t kLongBlockInputs = 2048;
 constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
-static_assert(kDirectRows * max_quantized_panels(8, 8, 1) * kQuantizedPanel <= kSums);
+static_assert(kDirectRows * max_quantized_panels(8, 1) * kQuantizedPanel <= kSums);
 // Quants of a block and the scales of its groups: of 16 inputs, or of 32 with a minimum.
 constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kSubBlockInputs * kQuantizedPanel * 4;
@@ -202,17 +202,17 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
     int32_t* sums = c + kept_rows * panels * kQuantizedPanel;
     if (last) fetch_outputs(problem, rows, sweep.panels);
     const int64_t num_parts =
-        kPanelParts * (problem.direct ? kTileVectors / direct_vectors(num_rows) : 1);
+        problem.direct ? kQuantizedPanel / (direct_vectors(num_rows) * W) : panel_parts(num_rows);
     const int64_t outputs = kQuantizedPanel / num_parts;
     for (int64_t p = 0; p < num_parts; ++p) {
       args.part_outputs = p * outputs;
       args.w = w + p * outputs * kStepInputs;
       args.c = sums + p * outputs;  // both kinds of sums have 4 bytes
       set_fetch(problem, sweep, tile - sweep.tiles.begin, args);
-      if (num_parts > kPanelParts) {
+      if (num_parts > panel_parts(num_rows)) {
         args.fetch += p * kPieceBytes / num_parts;  // of each piece
       } else if (!problem.direct && sweep.tiles.size() == 1) {
-        args.fetch += p * kPartBytes;  // of each step: a part fetches as much as it reads
+        args.fetch += p * part_bytes(num_rows);  // of each step: a part fetches as much as it reads
       }
       run(args);
     }
@@ -316,7 +316,7 @@ static void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const int rows = static_cast<int>(args.num_tokens);
   problem.tile_panels = !one_tile        ? 1
                         : problem.direct ? max_direct_panels(rows)
-                                         : max_quantized_panels(packed.held_bits, packed.bits, rows);
+                                         : max_quantized_panels(packed.held_bits, rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
   // A copy of a block is written and read once more than the block itself: a short one stays near.
   const bool copies = problem.unpacks && !stored.has_sub_scales;
