@@ -4,7 +4,7 @@
 // unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
 //
 //   AVX-512   1 row x 4 panels, 2 or 3 rows x 2, 4 to 6 rows x 1, 7 to 12 rows x half a panel
-//   AVX2      1 row x 4 panels, 2 rows x half a panel
+//   AVX2      1 row x 4 panels, 2 rows x 2
 //   others    a row to a tile's most x a part of a panel
 #pragma once
 
@@ -23,9 +23,9 @@ struct DirectHalf {
 
 template <int Half, int R, int S>
 QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
-                        vi (&sum)[R][S * tile_vectors(R)]) {
+                        vi (&sum)[R][S * kTileVectors]) {
   using D = Dot<4>;
-  constexpr int V = tile_vectors(R);
+  constexpr int V = kTileVectors;
   constexpr int kSteps = kSubBlockInputs / kStepInputs;
   constexpr int64_t kVectorBytes = sizeof(vi);
   const uint8_t* quants =
@@ -36,10 +36,11 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
     const int64_t panel = i * args.panel_bytes;
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      if constexpr (V == kTileVectors) {
-        const char* lines = half.fetch + panel + (Half * V + v) * 2 * kCacheLine;
-        __builtin_prefetch(lines, 0, 2);
-        __builtin_prefetch(lines + kCacheLine, 0, 2);
+      if constexpr (fetched_lines(1, S) > 0) {
+        constexpr int64_t kBytes = kPieceInputs / 4 * kCacheLine / V;  // nearly a piece in both halves
+        const char* lines = half.fetch + panel + (Half * V + v) * kBytes;
+#pragma GCC unroll 2
+        for (int64_t at = 0; at < kBytes; at += kCacheLine) __builtin_prefetch(lines + at, 0, 2);
       }
       typename D::Quants held[kSteps];
 #pragma GCC unroll 2

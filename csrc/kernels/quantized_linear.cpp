@@ -202,17 +202,17 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
     int32_t* sums = c + kept_rows * panels * kQuantizedPanel;
     if (last) fetch_outputs(problem, rows, sweep.panels);
     const int64_t num_parts =
-        problem.direct ? kQuantizedPanel / (direct_vectors(num_rows) * W) : panel_parts(num_rows);
+        kPanelParts * (problem.direct ? kTileVectors / direct_vectors(num_rows) : 1);
     const int64_t outputs = kQuantizedPanel / num_parts;
     for (int64_t p = 0; p < num_parts; ++p) {
       args.part_outputs = p * outputs;
       args.w = w + p * outputs * kStepInputs;
       args.c = sums + p * outputs;  // both kinds of sums have 4 bytes
       set_fetch(problem, sweep, tile - sweep.tiles.begin, args);
-      if (num_parts > panel_parts(num_rows)) {
+      if (num_parts > kPanelParts) {
         args.fetch += p * kPieceBytes / num_parts;  // of each piece
       } else if (!problem.direct && sweep.tiles.size() == 1) {
-        args.fetch += p * part_bytes(num_rows);  // of each step: a part fetches as much as it reads
+        args.fetch += p * kPartBytes;  // of each step: a part fetches as much as it reads
       }
       run(args);
     }

@@ -3,7 +3,7 @@
 //
 //   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
 //             4 bits, and 1 row x 4 panels, of 6 bits x 2: so many streams of memory a thread
-//   AVX2      2 x 4 vectors (half a panel), and 1 row x 4 panels of 8 vectors, whose sums are in memory
+//   AVX2      2 x 8 vectors (a panel), 2 rows x 2 panels and 1 row x 4, most of whose sums are in memory
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
 //
@@ -17,18 +17,18 @@
 namespace qs::QS_LEVEL {
 
 // Cache lines that a tile fetches per step and panel, at most: as many as it reads. It is all of
-// them where there is but one tile. None for 2 or 3 rows of several panels, nor for a row with AVX2,
-// which are faster with the hardware's prefetching only.
+// them where there is but one tile. None for 2 or 3 rows of several panels, nor for a row of them with
+// AVX2, which are faster with the hardware's prefetching only.
 constexpr int fetched_lines(int rows, int panels) {
-  if ((rows > 1 && panels > 1) || tile_vectors(rows) > kTileVectors) return 0;
-  return part_bytes(rows) < kCacheLine ? 1 : static_cast<int>(part_bytes(rows) / kCacheLine);
+  if (panels > 1 && (rows > 1 || kUnrolledPanels == 1)) return 0;
+  return kPartBytes < kCacheLine ? 1 : static_cast<int>(kPartBytes / kCacheLine);
 }
 
 // The integer sums of a group. Everything is read at one pointer per stream, with constant offsets:
 // registers that run short here are spilled to vectors, which delays the next group's loads.
 template <typename F, int R, int S>
 struct QuantizedTile {
-  static constexpr int V = tile_vectors(R);
+  static constexpr int V = kTileVectors;
   static constexpr int64_t kVectorBytes = sizeof(vi);
   static constexpr int64_t kStepQuants = R * kStepInputs;
   static constexpr int kLines = fetched_lines(R, S);
@@ -163,7 +163,7 @@ QS_INLINE void store_sums(const QuantizedTileArgs& args, const vf (&sums)[R][N])
 // One group: the block's integer sums, added to c.
 template <typename F, int R, int S>
 void run_single(const QuantizedTileArgs& call) {
-  constexpr int V = tile_vectors(R);
+  constexpr int V = kTileVectors;
   const QuantizedTileArgs args = call;  // a copy, which no store can change
   using Tile = QuantizedTile<F, R, S>;
   const typename Tile::L levels(args.levels, Tile::D::kFlip);
@@ -192,7 +192,7 @@ void run_single(const QuantizedTileArgs& call) {
 // minimum * (sum * x_scale) to c. Scales that are bytes have factors per super-block.
 template <typename F, int R, int S, typename Scale, Offset Kind>
 void run_groups(const QuantizedTileArgs& call) {
-  constexpr int V = tile_vectors(R);
+  constexpr int V = kTileVectors;
   constexpr int Bits = F::kBits;
   constexpr bool kShares = Bits == 4, kSuper = std::is_same_v<Scale, int8_t>;
   using Tile = QuantizedTile<F, R, S>;

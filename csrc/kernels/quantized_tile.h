@@ -50,20 +50,19 @@ namespace qs::QS_LEVEL {
 using QS_TILES::direct_tile;
 using QS_TILES::quantized_tile;
 
-constexpr int kTileVectors = 4;
-// Of one row with AVX2 a complete panel: a part of it would be a part of each step, and memory that is
-// read in pieces of 128 bytes, most of which the hardware did not expect, was half as fast on Zen 3.
-// Sums for which there are no registers cost less.
+// Vectors of a tile in a panel. With AVX2 they are a complete panel: a part of it would be a part of each
+// step, and memory that is read in pieces of 128 bytes was half as fast on Zen 3 as in complete lines one
+// after the other. Sums for which there are no registers cost less. Tiles of several panels loop over
+// them there, since addresses of each would be spilled too.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kRowVectors = 2 * kTileVectors;
+constexpr int kTileVectors = 8;
+constexpr int kUnrolledPanels = 1;
 #else
-constexpr int kRowVectors = kTileVectors;
+constexpr int kTileVectors = 4;
+constexpr int kUnrolledPanels = 4;
 #endif
-// Those loop over panels: addresses of each in registers of their own would be spilled.
-constexpr int kUnrolledPanels = kRowVectors > kTileVectors ? 1 : 4;
-constexpr int tile_vectors(int rows) { return rows == 1 ? kRowVectors : kTileVectors; }
-constexpr int panel_parts(int rows) { return kQuantizedPanel / (tile_vectors(rows) * W); }
-constexpr int64_t part_bytes(int rows) { return kStepBytes / panel_parts(rows); }
+constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
+constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
 constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
@@ -101,20 +100,20 @@ QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_toke
 // two in place of four: sums of groups and of outputs fit the registers, which is 1.25 to 1.4 times as
 // fast for groups of 16 on Zen 4.
 constexpr int max_quantized_panels(int held_bits, int rows) {
-  if (panel_parts(rows) > 1) return 1;
-  if (rows == 1) return kRowVectors == kTileVectors && held_bits == 6 ? 2 : 4;
+  if (kPanelParts > 1) return 1;
+  if (rows == 1) return W == 16 && held_bits == 6 ? 2 : 4;
   return rows <= 3 ? 2 : 1;
 }
 
 // More rows have fewer outputs at once: no more sums, and quants are unpacked once for all rows.
 constexpr int direct_vectors(int rows) {
-  return rows > kQuantizedRows ? kTileVectors / 2 : tile_vectors(rows);
+  return rows > kQuantizedRows ? kTileVectors / 2 : kTileVectors;
 }
 
 static_assert(direct_vectors(kPartRows) == kTileVectors);
 
 constexpr int max_direct_panels(int rows) {
-  return panel_parts(rows) > 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
 }  // namespace qs::QS_LEVEL
