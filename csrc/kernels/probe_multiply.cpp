@@ -95,7 +95,7 @@ int32_t multiply_int8(int64_t rounds) {
 
 #else
 
-constexpr int kIntegerSums = kQuantizedRows * kTileVectors;
+constexpr int kIntegerSums = kQuantizedRows * 4;  // for which every level has registers
 constexpr int64_t kRoundOps = kIntegerSums * 2 * W * kStepInputs;
 
 // The low-bit tile's products of 8 bits.

@@ -4,6 +4,7 @@
 // unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
 //
 //   AVX-512   1 row x 4 panels, 2 or 3 rows x 2, 4 to 6 rows x 1, 7 to 12 rows x half a panel
+//   AVX2      1 row x 4 panels, 2 rows x 2
 //   others    a row to a tile's most x a part of a panel
 #pragma once
 
@@ -26,34 +27,39 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
   using D = Dot<4>;
   constexpr int V = kTileVectors;
   constexpr int kSteps = kSubBlockInputs / kStepInputs;
+  constexpr int64_t kVectorBytes = sizeof(vi);
   const uint8_t* quants =
       half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
   const uint8_t* sub_scales = half.w + args.part_outputs;
-#pragma GCC unroll 16
-  for (int v = 0; v < S * V; ++v) {
-    const int64_t panel = v / V * args.panel_bytes;
-    const char* lines = half.fetch + panel + (Half * V + v % V) * 2 * kCacheLine;
-    __builtin_prefetch(lines, 0, 2);
-    __builtin_prefetch(lines + kCacheLine, 0, 2);
-    typename D::Quants held[kSteps];
-#pragma GCC unroll 2
-    for (int pair = 0; pair < kSteps / 2; ++pair) {
-      const vquants both =
-          load_quants(quants + panel + pair * kStepBytes +
-                      v % V * static_cast<int64_t>(sizeof(vi)));
-      held[2 * pair] = D::quants(step_quants<4, 0>(both));
-      held[2 * pair + 1] = D::quants(step_quants<4, 1>(both));
-    }
-    const vi sub_scale = narrow(part_sub_scales<Half>(sub_scales + panel + v % V * W));
+#pragma GCC unroll kUnrolledPanels
+  for (int i = 0; i < S; ++i) {
+    const int64_t panel = i * args.panel_bytes;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      vi part = set1i(half.parts[r]);
-#pragma GCC unroll 4
-      for (int step = 0; step < kSteps; ++step) {
-        D::add(part, held[step],
-               QuantizedTile<Held<8, 8>, R, S>::activations(half.x + (step * R + r) * kStepInputs));
+    for (int v = 0; v < V; ++v) {
+      if constexpr (fetched_lines(1, S) > 0) {
+        constexpr int64_t kBytes = kPieceInputs / 4 * kCacheLine / V;  // nearly a piece in both halves
+        const char* lines = half.fetch + panel + (Half * V + v) * kBytes;
+#pragma GCC unroll 2
+        for (int64_t at = 0; at < kBytes; at += kCacheLine) __builtin_prefetch(lines + at, 0, 2);
       }
-      add_narrow(sum[r][v], part, sub_scale);
+      typename D::Quants held[kSteps];
+#pragma GCC unroll 2
+      for (int pair = 0; pair < kSteps / 2; ++pair) {
+        const vquants both = load_quants(quants + panel + pair * kStepBytes + v * kVectorBytes);
+        held[2 * pair] = D::quants(step_quants<4, 0>(both));
+        held[2 * pair + 1] = D::quants(step_quants<4, 1>(both));
+      }
+      const vi factor = sub_block_factor<Half>(sub_scales + panel + v * W);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        SubBlockSum part(half.parts[r]);
+#pragma GCC unroll 4
+        for (int step = 0; step < kSteps; ++step) {
+          part.add(held[step], QuantizedTile<Held<8, 8>, R, S>::activations(
+                                   half.x + (step * R + r) * kStepInputs));
+        }
+        part.add_to(sum[r][i * V + v], factor);
+      }
     }
   }
 }
@@ -130,7 +136,7 @@ void run_direct(const QuantizedTileArgs& call) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const vi start = R > kPartRows && Dot<8>::kOffset ? set1i(factors[R + r]) : vi{};
-#pragma GCC unroll 16
+#pragma GCC unroll 32
       for (int v = 0; v < S * V; ++v) sum[r][v] = start;
     }
     for (int64_t k = 0; k < args.num_inputs; k += kPieceInputs) {
@@ -143,7 +149,7 @@ void run_direct(const QuantizedTileArgs& call) {
       w += kPieceBytes;
       fetch += args.fetch_stride;
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int v = 0; v < S * V; ++v) {
       const Scale* scales = reinterpret_cast<const Scale*>(w + v / V * args.panel_bytes) +
                             args.part_outputs + v % V * W;

@@ -252,6 +252,34 @@ QS_INLINE vi narrow(vi factor) { return factor; }
 QS_INLINE void add_narrow(vi& sum, vi value, vi factor) { sum += value * factor; }
 #endif
 
+// The products of 16 inputs with quants of 4 bits, added to their correction, and then times a sub-block
+// scale.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+// Sums of pairs fit 16 bits, 4 x 2 x 15 x 127 + 16 x 8 x 127, so that only the scale widens them.
+struct SubBlockSum {
+  static constexpr bool kPairs = true;  // a scale is twice in a lane
+  __m256i sum;
+
+  QS_INLINE explicit SubBlockSum(int32_t correction)
+      : sum(bit_cast<__m256i>(set1i(correction & 0xffff))) {}
+  QS_INLINE void add(Dot<4>::Quants w, vi x) {
+    sum = _mm256_add_epi16(sum, pairs_16(w, bit_cast<vbytes>(x)));
+  }
+  QS_INLINE void add_to(vi& total, vi factor) const {
+    total += bit_cast<vi>(_mm256_madd_epi16(sum, bit_cast<__m256i>(factor)));
+  }
+};
+#else
+struct SubBlockSum {
+  static constexpr bool kPairs = false;
+  vi sum;
+
+  QS_INLINE explicit SubBlockSum(int32_t correction) : sum(set1i(correction)) {}
+  QS_INLINE void add(Dot<4>::Quants w, vi x) { Dot<4>::add(sum, w, x); }
+  QS_INLINE void add_to(vi& total, vi factor) const { add_narrow(total, sum, factor); }
+};
+#endif
+
 // Added to the products of quants, in place of the correction, where weights have minimums: those
 // count quants from 0 on.
 template <int Bits>

@@ -37,7 +37,7 @@ constexpr int64_t kAheadInputs = 512;
 constexpr int64_t kLongBlockInputs = 2048;
 constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
-static_assert(kDirectRows * max_quantized_panels(8, 8, 1) * kQuantizedPanel <= kSums);
+static_assert(kDirectRows * max_quantized_panels(8, 1) * kQuantizedPanel <= kSums);
 // Quants of a block and the scales of its groups: of 16 inputs, or of 32 with a minimum.
 constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kSubBlockInputs * kQuantizedPanel * 4;
@@ -316,7 +316,7 @@ static void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const int rows = static_cast<int>(args.num_tokens);
   problem.tile_panels = !one_tile        ? 1
                         : problem.direct ? max_direct_panels(rows)
-                                         : max_quantized_panels(packed.held_bits, packed.bits, rows);
+                                         : max_quantized_panels(packed.held_bits, rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
   // A copy of a block is written and read once more than the block itself: a short one stays near.
   const bool copies = problem.unpacks && !stored.has_sub_scales;

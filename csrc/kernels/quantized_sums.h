@@ -3,8 +3,7 @@
 //
 //   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
 //             4 bits, and 1 row x 4 panels, of 6 bits x 2: so many streams of memory a thread
-//   AVX2      2 x 4 vectors (half a panel), and 1 row x half of 2 panels: 2 streams; of 6 bits
-//             and levels without VNNI 1 row x half a panel, whose sums stay in registers
+//   AVX2      2 x 8 vectors (a panel), 2 rows x 2 panels and 1 row x 4, most of whose sums are in memory
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
 //
@@ -18,10 +17,10 @@
 namespace qs::QS_LEVEL {
 
 // Cache lines that a tile fetches per step and panel, at most: as many as it reads. It is all of
-// them where there is but one tile. None for 2 or 3 rows of several panels, which are faster with
-// the hardware's prefetching only.
+// them where there is but one tile. None for 2 or 3 rows of several panels, nor for a row of them with
+// AVX2, which are faster with the hardware's prefetching only.
 constexpr int fetched_lines(int rows, int panels) {
-  if (rows > 1 && panels > 1) return 0;
+  if (panels > 1 && (rows > 1 || kUnrolledPanels == 1)) return 0;
   return kPartBytes < kCacheLine ? 1 : static_cast<int>(kPartBytes / kCacheLine);
 }
 
@@ -44,29 +43,33 @@ struct QuantizedTile {
       vi held[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) held[r] = activations(x + r * kStepInputs);
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) {
-        const auto quants = weights<Step>(w, panel_bytes, levels, v);
+#pragma GCC unroll kUnrolledPanels
+      for (int panel = 0; panel < S; ++panel) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) D::add(sum[r][v], quants, held[r]);
+        for (int v = 0; v < V; ++v) {
+          const auto quants = weights<Step>(w + panel * panel_bytes, levels, v);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) D::add(sum[r][panel * V + v], quants, held[r]);
+        }
       }
     } else {
       typename D::Quants held[S * V];
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[v] = weights<Step>(w, panel_bytes, levels, v);
+      for (int v = 0; v < S * V; ++v) {
+        held[v] = weights<Step>(w + v / V * panel_bytes, levels, v % V);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vi streamed = activations(x + r * kStepInputs);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int v = 0; v < S * V; ++v) D::add(sum[r][v], held[v], streamed);
       }
     }
   }
 
   template <int Step>
-  static QS_INLINE typename D::Quants weights(const uint8_t* w, int64_t panel_bytes,
-                                              const L& levels, int v) {
-    const vquants held = held_step<F::kHeld, Step>(w + v / V * panel_bytes + v % V * kVectorBytes);
+  static QS_INLINE typename D::Quants weights(const uint8_t* w, const L& levels, int v) {
+    const vquants held = held_step<F::kHeld, Step>(w + v * kVectorBytes);
     if constexpr (F::kLooks) {
       return D::flipped(levels.of(held));
     } else if constexpr (F::kUnpacked) {
@@ -86,7 +89,7 @@ struct QuantizedTile {
   // loads.
   template <int Lines>
   static QS_INLINE void bring(const char* fetch, int64_t panel_bytes) {
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int i = 0; i < S * Lines; ++i) {
       __builtin_prefetch(fetch + i / Lines * panel_bytes + i % Lines * kCacheLine, 0, 2);
     }
@@ -133,10 +136,9 @@ struct QuantizedTile {
 };
 
 // The place of the tile's sums in c.
-template <typename T, int S>
+template <typename T, int S, int V>
 QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
-  return static_cast<T*>(args.c) + (row * S + vector / kTileVectors) * kQuantizedPanel +
-         vector % kTileVectors * W;
+  return static_cast<T*>(args.c) + (row * S + vector / V) * kQuantizedPanel + vector % V * W;
 }
 
 // The sums of groups in c: those of the blocks before, and with this block's.
@@ -144,8 +146,8 @@ template <int S, int R, int N>
 QS_INLINE void load_sums(const QuantizedTileArgs& args, vf (&sums)[R][N]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < N; ++v) sums[r][v] = load(at<float, S>(args, r, v));
+#pragma GCC unroll 32
+    for (int v = 0; v < N; ++v) sums[r][v] = load(at<float, S, N / S>(args, r, v));
   }
 }
 
@@ -153,8 +155,8 @@ template <int S, int R, int N>
 QS_INLINE void store_sums(const QuantizedTileArgs& args, const vf (&sums)[R][N]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < N; ++v) store(at<float, S>(args, r, v), sums[r][v]);
+#pragma GCC unroll 32
+    for (int v = 0; v < N; ++v) store(at<float, S, N / S>(args, r, v), sums[r][v]);
   }
 }
 
@@ -172,9 +174,9 @@ void run_single(const QuantizedTileArgs& call) {
   tile.run(w, x, fetch, levels, args);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int v = 0; v < S * V; ++v) {
-      int32_t* c = at<int32_t, S>(args, r, v);
+      int32_t* c = at<int32_t, S, V>(args, r, v);
       vi total = {};
       if (!args.first) memcpy(&total, c, sizeof(total));
       total += tile.sum[r][v];
@@ -218,37 +220,41 @@ void run_groups(const QuantizedTileArgs& call) {
       for (int r = 0; r < R; ++r) {
         vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
         if constexpr (Kind == kMinimums) start = set1i(minimum_start<Bits>(corrections[r]));
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
       }
       tile.run(w, x, fetch, levels, args);
       constexpr int kLines = Tile::kLines;
       constexpr int kScaleLines = kLines < 2 ? kLines : kSuper ? 3 : 2;
       tile.template bring<kScaleLines>(fetch, args.panel_bytes);
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) {
-        const Scale* scales =
-            reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
-                                           v / V * args.panel_bytes) +
-            args.part_outputs + v % V * W;
-        const f16* factor = reinterpret_cast<const f16*>(super + v / V * args.panel_bytes) +
-                            args.part_outputs + v % V * W;
-        const vf scale = group_scales(scales, factor);
-        const vf zero = Kind != kMiddle
-                            ? group_scales(scales + kQuantizedPanel, factor + kQuantizedPanel)
-                            : vf{};
+#pragma GCC unroll kUnrolledPanels
+      for (int panel = 0; panel < S; ++panel) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-          const vf negative = negative_sum(Bits, corrections[r]);
-          if (Kind == kZeros) dot = fma(zero, negative, dot);
-          if constexpr (kShares) {
-            part[r][v] = fma(dot, scale, part[r][v]);
-            if (Kind == kMinimums) part[r][v] = fma(zero, -negative, part[r][v]);
-          } else {
-            const vf x_scale = bit_cast<vf>(set1i(factors[r]));
-            held[r][v] = fma(dot * x_scale, scale, held[r][v]);
-            if (Kind == kMinimums) held[r][v] = fma(zero, -negative * x_scale, held[r][v]);
+        for (int i = 0; i < V; ++i) {
+          const int v = panel * V + i;
+          const Scale* scales =
+              reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
+                                             panel * args.panel_bytes) +
+              args.part_outputs + i * W;
+          const f16* factor = reinterpret_cast<const f16*>(super + panel * args.panel_bytes) +
+                              args.part_outputs + i * W;
+          const vf scale = group_scales(scales, factor);
+          const vf zero = Kind != kMiddle
+                              ? group_scales(scales + kQuantizedPanel, factor + kQuantizedPanel)
+                              : vf{};
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            vf dot = __builtin_convertvector(tile.sum[r][v], vf);
+            const vf negative = negative_sum(Bits, corrections[r]);
+            if (Kind == kZeros) dot = fma(zero, negative, dot);
+            if constexpr (kShares) {
+              part[r][v] = fma(dot, scale, part[r][v]);
+              if (Kind == kMinimums) part[r][v] = fma(zero, -negative, part[r][v]);
+            } else {
+              const vf x_scale = bit_cast<vf>(set1i(factors[r]));
+              held[r][v] = fma(dot * x_scale, scale, held[r][v]);
+              if (Kind == kMinimums) held[r][v] = fma(zero, -negative * x_scale, held[r][v]);
+            }
           }
         }
       }
@@ -261,7 +267,7 @@ void run_groups(const QuantizedTileArgs& call) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vf x_scale = bit_cast<vf>(set1i(x_scales[r]));
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int v = 0; v < S * V; ++v) held[r][v] = fma(part[r][v], x_scale, held[r][v]);
       }
     }
@@ -286,9 +292,9 @@ enum QuantizedForm {
 // and without zeros (`unpackable` in quantized_linear.cpp).
 template <typename F>
 struct QuantizedTileTable {
-  static constexpr int kMaxPanels = max_quantized_panels(8, 8, 1);  // the most of any bits
+  static constexpr int kMaxPanels = max_quantized_panels(8, 1);  // the most of any bits
   template <int R>
-  static constexpr int kPanels = F::kUnpacked ? 1 : max_quantized_panels(F::kHeld, F::kBits, R);
+  static constexpr int kPanels = F::kUnpacked ? 1 : max_quantized_panels(F::kHeld, R);
   QuantizedTileFn entries[kNumForms][kQuantizedRows][kMaxPanels] = {};
   template <int R, int S>
   constexpr void fill() {

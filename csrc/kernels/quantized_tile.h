@@ -50,7 +50,17 @@ namespace qs::QS_LEVEL {
 using QS_TILES::direct_tile;
 using QS_TILES::quantized_tile;
 
+// Vectors of a tile in a panel. With AVX2 they are a complete panel: a part of it would be a part of each
+// step, and memory that is read in pieces of 128 bytes was half as fast on Zen 3 as in complete lines one
+// after the other. Sums for which there are no registers cost less. Tiles of several panels loop over
+// them there, since addresses of each would be spilled too.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kTileVectors = 8;
+constexpr int kUnrolledPanels = 1;
+#else
 constexpr int kTileVectors = 4;
+constexpr int kUnrolledPanels = 4;
+#endif
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
 constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
 constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
@@ -86,15 +96,13 @@ QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_toke
   return num_tokens >= kManyRows ? kGroupRows8 : kQuantizedRows;
 }
 
-// Panels that a tile of `rows` runs at once. To take 6 bits apart, or to look levels up, without dot
-// products needs the registers that sums of a second panel would have: 1.01 to 1.24 times as fast on
-// Zen 3, most in groups of 16. With AVX-512 a row of 6 bits runs two panels in place of four: sums of
-// groups and of outputs fit the registers, which is 1.25 to 1.4 times as fast for groups of 16 on Zen 4.
-constexpr int max_quantized_panels(int held_bits, int bits, int rows) {
-  const bool is_apart = held_bits == 6 || held_bits < bits;
-  if (kPanelParts > 2 || (kPanelParts == 2 && is_apart && !kHasDotProducts)) return 1;
-  if (kPanelParts == 2) return rows == 1 ? 2 : 1;
-  return rows == 1 && held_bits != 6 ? 4 : rows <= 3 ? 2 : 1;
+// Panels that a tile of `rows` runs at once: several streams of memory. With AVX-512 a row of 6 bits runs
+// two in place of four: sums of groups and of outputs fit the registers, which is 1.25 to 1.4 times as
+// fast for groups of 16 on Zen 4.
+constexpr int max_quantized_panels(int held_bits, int rows) {
+  if (kPanelParts > 1) return 1;
+  if (rows == 1) return W == 16 && held_bits == 6 ? 2 : 4;
+  return rows <= 3 ? 2 : 1;
 }
 
 // More rows have fewer outputs at once: no more sums, and quants are unpacked once for all rows.

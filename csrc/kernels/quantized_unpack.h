@@ -51,12 +51,16 @@ QS_INLINE Unpacking unpacking(vu sub_scales) {
   return {factor, 0x8080 - factor * 0x0808};
 }
 
-// The sub-block scales themselves, of W outputs for half a piece.
+// The sub-block scales themselves, of W outputs for half a piece, as `SubBlockSum` multiplies them.
 template <int Half>
-QS_INLINE vi part_sub_scales(const uint8_t* p) {
-  const vi words = bit_cast<vi>(widened_bytes(p));
-  const vi found = Half == 0 ? words & 15 : words >> 4;
-  return found + found - kLargestSubScale;
+QS_INLINE vi sub_block_factor(const uint8_t* p) {
+  if constexpr (SubBlockSum::kPairs) {
+    return bit_cast<vi>(unpacking<Half>(piece_sub_scales(p)).factor);
+  } else {
+    const vi words = bit_cast<vi>(widened_bytes(p));
+    const vi found = Half == 0 ? words & 15 : words >> 4;
+    return narrow(found + found - kLargestSubScale);
+  }
 }
 
 // A group of a panel, as an 8-bit weight holds it; its scales go along.
