@@ -6,10 +6,10 @@ the quiet client's median and 99th percentile without and with the flood. The ex
 99th percentile with the flood is above three times the one without, or if a request of the quiet
 client failed.
 
-Both clients stand for machines of their own, so the flooding one has the lowest of the machine's
-priorities (`nice`), and the quiet one a real-time priority, where the system permits it: without,
-its slowest responses were there in time, and its process waited for a core that the server used
-(`--ordinary-priority`). Both keys may use the operator's routes.
+Clients are usually on other machines. So the flooding one has the lowest of the priorities here
+(`nice`), and the quiet one a real-time priority, where the system permits it: with an ordinary one
+(`--ordinary-priority`) its slowest responses were there in time, and its process waited for a core
+that the server used. Both keys may use the operator's routes.
 
 A virtual machine loses its cores to others for 30 to 200 ms at a time, which would be counted as
 the server's. So a phase is measured in parts of half a second, and a part that lost cores is

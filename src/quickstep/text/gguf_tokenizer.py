@@ -34,6 +34,7 @@ from quickstep.model.checkpoint.gguf_file import open_gguf
 from quickstep.ops.native.pieces import NativePieces
 from quickstep.text.gguf_splits import SPLITS
 from quickstep.text.sentence_pieces import SentencePieces
+from quickstep.text.tokenizer import TokenizerLibrary
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -48,7 +49,7 @@ _NAMED = ("bos", "eos", "unknown", "padding")
 class GgufTokenizer(msgspec.Struct, frozen=True):
     """The parts of a `Tokenizer`."""
 
-    library: Any
+    library: TokenizerLibrary
     eos_token_ids: frozenset[int]
     special_tokens: Mapping[str, str]
 

@@ -108,6 +108,12 @@ class SentencePieces:
             raise OverflowError("token ids have 32 bits")
         return self._tokens[token_id] if token_id < len(self._tokens) else None
 
+    def encode(self, text: str, pair: str | None = None, add_special_tokens: bool = True) -> Any:
+        """The encoding of a text, or of a pair. Raises TypeError without Unicode."""
+        given = text if pair is None else (text, pair)
+        [encoding] = self.encode_batch_fast([given], add_special_tokens=add_special_tokens)
+        return encoding
+
     def encode_batch_fast(self, texts: Sequence[Any], add_special_tokens: bool = True) -> Any:
         """Encodings of texts; pairs are the library's. Raises TypeError without Unicode."""
         try:
@@ -119,10 +125,15 @@ class SentencePieces:
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         return [_Encoding([*before, *self._tokens.encode(text), *after]) for text in contents]
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids, of which those outside the vocabulary have none."""
+        [text] = self.decode_batch([ids], skip_special_tokens)
+        return text
+
     def decode_batch(
         self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True
     ) -> list[str]:
-        """The texts of token ids, of which those outside the vocabulary have none."""
+        """The texts of token ids, as `decode`."""
         left_out = self._special_ids if skip_special_tokens else frozenset()
         found = []
         for ids in sequences:
