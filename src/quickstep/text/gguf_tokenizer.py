@@ -34,7 +34,7 @@ from quickstep.model.checkpoint.gguf_file import open_gguf
 from quickstep.ops.native.pieces import NativePieces
 from quickstep.text.gguf_splits import SPLITS
 from quickstep.text.sentence_pieces import SentencePieces
-from quickstep.text.tokenizer import TokenizerLibrary
+from quickstep.text.tokenizer_library import TokenizerLibrary
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
