@@ -28,7 +28,6 @@ LAYERS = {
     "json_line": 0.0,
     "yaml_file": 0.1,
     "types": 0.2,
-    "priority": 0.0,
     "core": 1,
     "ops": 2,
     "model": 3,
@@ -54,7 +53,6 @@ FOUNDATION = {
     "config",
     "json_line",
     "option",
-    "priority",
     "sampling_params",
     "types",
 }

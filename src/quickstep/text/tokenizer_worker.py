@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from quickstep.priority import lower_priority
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.text.tokenizer_process import TextsToEncode
 from quickstep.text.worker_process import read_frame, write_frame
 
+_NICE = 10
 _STDIN, _STDOUT = 0, 1
 
 
@@ -25,7 +25,7 @@ def main() -> int:
     """Serve the checkpoint in `argv[1]` until the input ends. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
-    lower_priority()
+    os.nice(_NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other processors are the engine's
     tokenizer = Tokenizer.open(Path(sys.argv[1]))
     try:

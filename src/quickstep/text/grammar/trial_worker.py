@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.priority import lower_priority
 from quickstep.runtime.sampling.closing_search import ClosingVocabulary
 from quickstep.runtime.sampling.grammar import start_ending
 from quickstep.text.grammar.matcher import (
@@ -38,6 +37,7 @@ _STDIN, _STDOUT = 0, 1
 _DEFAULT_STACK = 8 * 1024**2
 _LEAST_STACK = 512 * 1024
 _WALKED_TOKENS = 8
+_NICE = 10  # steps of running requests come first
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lower_priority()
+    os.nice(_NICE)
     threading.stack_size(_half_stack())
     serving = threading.Thread(target=_serve)
     serving.start()
