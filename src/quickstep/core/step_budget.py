@@ -27,6 +27,9 @@ from quickstep.types import Phase
 
 _NO_POSITIONS = range(0)
 _SHARED_STRETCH = 2.0  # of a step's rows by those of tenants above their part
+# The same of a step's prompts, which have their output sooner without company. Rows of one request
+# may be in step after step, so that next to them others need more.
+_PROMPT_STRETCH = 1.5
 _MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 
 
@@ -166,14 +169,14 @@ class StepBudget:
         """How long the step may take with prompts of tenants that have many, if one of its rows,
         also of a prompt, is of a tenant with less than its part of requests; infinite if none is.
         """
-        of_others = [
-            entry.load
-            for entry in (*draft.decode, *draft.prefill)
-            if not self._order.is_crowding(entry.sequence.request)
-        ]
-        if of_others:
-            return _SHARED_STRETCH * self._cost_model.seconds(StepLoad.total(of_others))
-        return math.inf
+        rows, prompts = (
+            [each.load for each in part if not self._order.is_crowding(each.sequence.request)]
+            for part in (draft.decode, draft.prefill)
+        )
+        if not rows and not prompts:
+            return math.inf
+        stretch = _SHARED_STRETCH if rows else _PROMPT_STRETCH
+        return stretch * self._cost_model.seconds(StepLoad.total([*rows, *prompts]))
 
     # -- drafts -----------------------------------------------------------------------------------
 
