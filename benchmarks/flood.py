@@ -2,9 +2,9 @@
 
 For each route of the server, a quiet client sends one request after the other: before a flood,
 while another key keeps many connections busy with requests to the same route, and after it. Prints
-the quiet client's median and 99th percentile without and with the flood. The exit code is 1 if a
-99th percentile with the flood is above three times the one without, or if a request of the quiet
-client failed.
+the quiet client's median and 99th percentile without and with the flood, and their ratio. The exit
+code is 1 if a 99th percentile with the flood is above three times the one without, or if a request
+of the quiet client failed.
 
 Clients are usually on other machines. So the flooding one has the lowest of the priorities here
 (`nice`), and the quiet one a real-time priority, where the system permits it: with an ordinary one
@@ -14,7 +14,8 @@ that the server used. Both keys may use the operator's routes.
 A virtual machine loses its cores to others for 30 to 200 ms at a time, which would be counted as
 the server's. So a phase is measured in parts of half a second, and a part that lost cores is
 measured again, up to twice the time of those that count; what these have lost is printed as
-`stolen`, in milliseconds.
+`stolen`, in milliseconds. One measurement of a route differs from the next, also by a half:
+`--repeats` measures each so many times, and judges it by the median of its ratios.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from statistics import median
 from urllib.parse import urlsplit
 
 import httpx
@@ -97,13 +99,14 @@ class RouteResult(msgspec.Struct):
 
 class Effort(msgspec.Struct, frozen=True):
     """How long each phase of a route takes at least, with how many requests, how many connections
-    flood, and whether the quiet client has a real-time priority.
+    flood, whether the quiet client has a real-time priority, and how often a route is measured.
     """
 
     seconds: float = 2.0
     num_requests: int = 100
     num_connections: int = 16
     is_realtime: bool = False
+    num_repeats: int = 1
 
 
 def main() -> int:
@@ -113,6 +116,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each phase of a route")
     parser.add_argument("--requests", type=int, default=100, help="least number in a phase")
     parser.add_argument("--connections", type=int, default=16, help="that flood")
+    parser.add_argument("--repeats", type=int, default=1, help="of each route; the median counts")
     parser.add_argument("--threads", type=int, default=0, help="of the engine (default: all cores)")
     parser.add_argument("--ordinary-priority", action="store_true", help="of the quiet client")
     parser.add_argument("--only", default="", help="texts in the path of the routes, A,B")
@@ -122,7 +126,7 @@ def main() -> int:
     flags = (*_ARGUMENTS, *(("--threads", str(args.threads)) if args.threads else ()))
     print(f"quickstep serve {args.model}", *flags)
     is_realtime = not args.ordinary_priority and _may_be_realtime()
-    effort = Effort(args.seconds, args.requests, args.connections, is_realtime)
+    effort = Effort(args.seconds, args.requests, args.connections, is_realtime, args.repeats)
     print(f"{args.connections} connections flood; a phase takes {args.seconds:g} s or longer")
     print(f"the quiet client has {'a real-time' if is_realtime else 'an ordinary'} priority")
     print(f"{'milliseconds':<42}{'quiet':>9}{'':>9}{'flooded':>9}")
@@ -134,12 +138,18 @@ def main() -> int:
         args.model, effort, args.only, lambda result: print(result.line(), flush=True), flags
     )
     failures = [failure for result in results for failure in result.failures]
+    ratios: dict[Route, list[float]] = {}
+    for result in results:
+        ratios.setdefault(result.route, []).append(result.ratio)
+    medians = {route: median(of_route) for route, of_route in ratios.items()}
     failures += [
-        f"{' '.join(result.route)}: the 99th percentile is {result.ratio:.1f} times that without "
-        "the flood"
-        for result in results
-        if result.ratio > _MOST_RATIO
+        f"{' '.join(route)}: the 99th percentile is {ratio:.1f} times that without the flood"
+        for route, ratio in medians.items()
+        if ratio > _MOST_RATIO
     ]
+    print(
+        f"{len(medians)} routes, ratio {min(medians.values()):.1f} to {max(medians.values()):.1f}"
+    )
     print(f"{len(failures)} faults" if failures else "no fault", *failures, sep="\n  ")
     return 1 if failures else 0
 
@@ -151,7 +161,9 @@ def measured(
     report: Callable[[RouteResult], object] = lambda result: None,
     flags: Sequence[str] = _ARGUMENTS,
 ) -> list[RouteResult]:
-    """The results of all routes whose path contains a text of `only` (`A,B`); each is reported."""
+    """The results of all routes whose path contains a text of `only` (`A,B`), those of a route next
+    to each other; each is reported.
+    """
     server = ServerProcess([model, *flags])
     server.start()
     flood = _FloodProcess(server.url, effort.num_connections)
@@ -159,8 +171,9 @@ def measured(
         results = []
         for route, case in cases_of(_routes(server.url)).items():
             if any(text in route[1] for text in only.split(",")):
-                results.append(_measure(server.url, route, case, effort, flood))
-                report(results[-1])
+                for _ in range(effort.num_repeats):
+                    results.append(_measure(server.url, route, case, effort, flood))
+                    report(results[-1])
         return results
     finally:
         flood.stop()

@@ -264,7 +264,7 @@ def prepared(
 
 
 def encoded(sent: Sent, host: str, key: str) -> bytes:
-    """The bytes of a request."""
+    """The bytes of a request, which accepts a compressed response, as browsers and SDKs do."""
     kind, body = "application/json", b""
     if sent.form:
         kind = f"multipart/form-data; boundary={_BOUNDARY}"
@@ -279,6 +279,7 @@ def encoded(sent: Sent, host: str, key: str) -> bytes:
         f"{sent.method} {sent.path} HTTP/1.1",
         f"host: {host}",
         f"x-api-key: {key}",
+        "accept-encoding: gzip",
         f"content-type: {kind}",
         f"content-length: {len(body)}",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -278,6 +279,33 @@ def test_after_work_in_a_lane_the_next_held_back_request_waits_and_others_do_not
         await short_request("a3")  # was not held back
         await short_request("b1")
         assert begun[4:] == ["a2", "a3", "b1"]
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_work_in_a_lane_that_is_longer_than_a_request_is_in_hand_delays_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_hand_s = 0.02
+    monkeypatch.setattr("quickstep.server.http.turns._IN_HAND_S", in_hand_s)
+
+    async def run() -> None:
+        turns, lanes, ends = Turns(), WorkLanes(), threading.Event()
+
+        async def long_request() -> None:
+            turn = await turns.take("a")
+            await lanes.run(1, lambda: ends.wait(DEADLINE_S))
+            turn.leave()
+
+        (await turns.take("b")).leave()
+        since_s = asyncio.get_running_loop().time()
+        first = asyncio.create_task(long_request())
+        await asyncio.sleep(0)
+        (await turns.take("a")).leave()
+        assert asyncio.get_running_loop().time() - since_s >= 2.5 * in_hand_s
+        assert not first.done()
+        ends.set()
+        await first
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
+import pytest
 from api_cases import document_of
 from client import client_of
 from fake_engine import FakeEngine
@@ -18,10 +19,10 @@ DOCUMENT = document_of(create_app(FakeEngine()))
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 
 
-def get(path: str) -> httpx.Response:
+def get(path: str, **headers: str) -> httpx.Response:
     async def run() -> httpx.Response:
         async with client_of(create_app(FakeEngine())) as client:
-            return await client.get(path)
+            return await client.get(path, headers=headers)
 
     return asyncio.run(run())
 
@@ -73,6 +74,28 @@ def test_every_field_of_a_request_shows_its_class() -> None:
         "x-class": "refused",
         "x-refused": "the model gives text only",
     }
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [
+        ("gzip, deflate, br", True),
+        ("br;q=1.0, GZIP;q=0.8, *;q=0.1", True),
+        ("identity", False),
+        ("gzip;q=0", False),
+        ("gzip; q=0.0, br", False),
+        ("gzipped", False),
+        ("", False),
+    ],
+)
+def test_the_document_is_compressed_for_clients_that_accept_it(
+    accepted: str, is_compressed: bool
+) -> None:
+    response = get("/openapi.json", **{"accept-encoding": accepted})
+    assert response.json() == DOCUMENT
+    assert response.headers["vary"] == "accept-encoding"
+    assert response.headers.get("content-encoding") == ("gzip" if is_compressed else None)
+    assert (int(response.headers["content-length"]) < 100_000) == is_compressed
 
 
 def test_the_page_is_one_file_that_loads_nothing_else() -> None:

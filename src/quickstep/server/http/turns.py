@@ -9,17 +9,19 @@ take the interpreter from the loop: so a client's next request begins when the s
 work on the last one, and waits for the engine or has begun its response. A client with few requests
 waits for one of each other client. After a refusal for too many requests a client waits 5 ms for
 its next turn: one that sends again at once would keep the loop busy. After work in a lane the next
-request of the same client, if it was held back, waits twice as long as that took: so long inputs of
-one client take a third of the time at most, and others mostly find the threads idle. Turns cost
-some time per request, so there are none while only one client comes.
+request of the same client, if it was held back, waits twice as long as that took, or as the 50 ms
+of it in which the request was in hand: so long inputs of one client take a third of the time at
+most, and others mostly find the threads idle. Turns cost some time per request, so there are none
+while only one client comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 
 from quickstep.core.owner_turns import OwnerTurns
@@ -42,7 +44,8 @@ class Turn:
     def __init__(self, turns: Turns, client: str, loop: asyncio.AbstractEventLoop) -> None:
         self._turns: Turns | None = turns
         self._client = client
-        self._work_s = 0.0
+        self._work_s = 0.0  # of lanes
+        self._since_s: list[float] = []  # of their work that has not ended
         self._timer = loop.call_later(_IN_HAND_S, self.leave)
 
     def leave(self) -> None:
@@ -50,16 +53,26 @@ class Turn:
         client's next request is held back.
         """
         if self._turns is not None:
-            pause_s = _PAUSES * self._work_s if self._turns.holds_back(self._client) else 0.0
+            pause_s = 0.0
+            if self._turns.holds_back(self._client):
+                now_s, begun_s = time.perf_counter(), tuple(self._since_s)
+                pause_s = _PAUSES * (self._work_s + sum(now_s - since_s for since_s in begun_s))
             self._leave_after(pause_s if pause_s > _LEAST_PAUSE_S else 0.0)
 
     def refused(self) -> None:
         """Be out of hand a while from now; after that, or again, nothing."""
         self._leave_after(_REFUSED_S)
 
-    def worked(self, seconds: float) -> None:
-        """A lane has worked so long on the request."""
-        self._work_s += seconds
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Of a lane on the request, in its thread."""
+        since_s = time.perf_counter()
+        self._since_s.append(since_s)
+        try:
+            yield
+        finally:
+            self._since_s.remove(since_s)
+            self._work_s += time.perf_counter() - since_s
 
     def _leave_after(self, pause_s: float) -> None:
         turns, self._turns = self._turns, None
@@ -74,18 +87,16 @@ class Turn:
 _TURN: ContextVar[Turn | None] = ContextVar("quickstep_turn", default=None)
 
 
+def turn_in_hand() -> Turn | None:
+    """The turn of this task's request; None outside of requests."""
+    return _TURN.get()
+
+
 def leave_turn() -> None:
     """The request of this task has gone to the engine, or its response begins: out of hand."""
-    turn = _TURN.get()
+    turn = turn_in_hand()
     if turn is not None:
         turn.leave()
-
-
-def worked_in_lane(seconds: float) -> None:
-    """A lane has worked so long on the request of this task."""
-    turn = _TURN.get()
-    if turn is not None:
-        turn.worked(seconds)
 
 
 class Turns:

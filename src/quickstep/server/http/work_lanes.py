@@ -6,10 +6,11 @@ need. In a lane the API keys take turns (`core.owner_turns`). Each has its share
 (`core.shares`); when that is used up, the newest input of the key that has most makes way for a key
 that has fewer, since work that waits can be refused later, too. What finds no room gets 503.
 
-The event loop shares the cores with these threads. They ask the kernel for long time slices: a
-thread that wakes up then takes a core from one of them at once, if it has not used more than its
-part of the time, and would wait for the end of a slice as long as its own, 3 to 4 ms (Linux 6.12
-and later; sched_setattr(2), EEVDF's slices).
+The event loop shares the cores with these threads. They ask the kernel to be batch work, which
+takes no core from a thread that runs when it wakes up, and for long time slices: a thread that
+wakes up takes a core from one of them at once, if it has not used more than its part of the time,
+and would wait for the end of a slice as long as its own, 3 to 4 ms (Linux 6.12 and later;
+sched_setattr(2), EEVDF's slices). Their part of the time stays the same.
 
     up to 64 KiB      2 threads
     up to 1 MiB       2 threads
@@ -26,9 +27,9 @@ import platform
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import copy
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from quickstep.core.owner_turns import OwnerTurns
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import QuickstepError
 from quickstep.server.http.errors import ServerBusy
-from quickstep.server.http.turns import worked_in_lane
+from quickstep.server.http.turns import turn_in_hand
 
 _LOG = logging.getLogger("quickstep.server")
 _Result = TypeVar("_Result")
@@ -49,7 +50,6 @@ _SLICE_NS = 20_000_000
 # of the system call, which the C library has no function for
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-_KEEP_POLICY = 8
 
 
 async def done_in_thread(work: Callable[[], _Result]) -> _Result:
@@ -84,7 +84,7 @@ class _Lane:
         self._waiting = OwnerTurns[_Work]()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="quickstep-input", initializer=_ask_for_long_slices
+            num_threads, thread_name_prefix="quickstep-input", initializer=_ask_to_be_batch_work
         )
 
     async def run(self, key: str, size: int, call: Callable[[], _Result]) -> _Result:
@@ -140,13 +140,16 @@ class _Lane:
             self._shares.give_back(key)
 
 
-def _ask_for_long_slices() -> None:
-    """For the calling thread. What the kernel does not know changes nothing."""
+def _ask_to_be_batch_work() -> None:
+    """For the calling thread, unless the server was started with a policy (`chrt`). What the kernel
+    does not know changes nothing.
+    """
     number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform == "linux" and number is not None:
-        nice = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux the thread's
-        attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, 0, _KEEP_POLICY, nice, 0, _SLICE_NS, 0, 0)
-        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
+    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    policy, nice = os.SCHED_BATCH, os.getpriority(os.PRIO_PROCESS, 0)  # on Linux the thread's
+    attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, policy, 0, nice, 0, _SLICE_NS, 0, 0)
+    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
 def _busy(refusal: NoRoom) -> ServerBusy:
@@ -182,21 +185,14 @@ class WorkLanes:
         Raises:
             ServerBusy: Too many wait.
         """
-        took_s = 0.0
+        turn = turn_in_hand()
 
-        def timed() -> _Result:
-            nonlocal took_s
-            since_s = time.perf_counter()
-            try:
+        def in_turn() -> _Result:
+            with nullcontext() if turn is None else turn.work():
                 return work()
-            finally:
-                took_s = time.perf_counter() - since_s
 
         lane = next(lane for lane in self._lanes if lane.largest is None or size <= lane.largest)
-        try:
-            return await lane.run(self._key, size, timed)
-        finally:
-            worked_in_lane(took_s)
+        return await lane.run(self._key, size, in_turn)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """The same, but a cancellation waits for the end, so that files can be closed."""

@@ -15,6 +15,7 @@ request and kept, and `/docs`, a page of the package that reads it in the browse
 
 from __future__ import annotations
 
+import gzip
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -366,11 +367,14 @@ class ApiPages:
     def __init__(self, routes: Sequence[ApiRoute], models: ModelRegistry) -> None:
         self._routes = routes
         self._models = models
-        self._document: bytes | None = None
+        self._document = b""
+        self._compressed = b""
 
-    async def document(self, _: Request) -> Response:
-        """OpenAPI 3.1 with this server's limits and names."""
-        if self._document is None:
+    async def document(self, request: Request) -> Response:
+        """OpenAPI 3.1 with this server's limits and names. Half a megabyte, so for a client that
+        accepts gzip it is compressed, a tenth of that.
+        """
+        if not self._document:
             facts = SchemaFacts(
                 self._models.server.limits,
                 self._models.default.engine.tokenizer.vocab_size,
@@ -379,7 +383,12 @@ class ApiPages:
                 self._models.server.api_keys.priorities,
             )
             self._document = msgspec.json.encode(openapi_document(self._routes, facts))
-        return Response(self._document, media_type="application/json")
+            self._compressed = gzip.compress(self._document, mtime=0)
+        headers = {"vary": "accept-encoding"}
+        if not _accepts_gzip(request.headers.get("accept-encoding", "")):
+            return Response(self._document, headers=headers, media_type="application/json")
+        headers["content-encoding"] = "gzip"
+        return Response(self._compressed, headers=headers, media_type="application/json")
 
     async def page(self, _: Request) -> Response:
         """The page that displays the document."""
@@ -387,6 +396,15 @@ class ApiPages:
 
         file = resources.files("quickstep.server") / "pages" / "docs.html"
         return HTMLResponse(file.read_text(encoding="utf-8"))
+
+
+def _accepts_gzip(accepted: str) -> bool:
+    """Whether an `accept-encoding` has gzip, and not with a quality of 0 (RFC 9110, 12.5.3)."""
+    for coding in accepted.lower().split(","):
+        name, *parameters = (part.strip() for part in coding.split(";"))
+        if name == "gzip":
+            return not any(re.fullmatch(r"q=0(\.0*)?", parameter) for parameter in parameters)
+    return False
 
 
 def reachable_structs(declared: Any) -> Iterator[type[msgspec.Struct]]:
