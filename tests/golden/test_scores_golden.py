@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoint import write_checkpoint
-from transformers import LlamaForCausalLM
+from tiny_checkpoint import VOCAB, write_checkpoint, write_tokenizer
+from transformers import (
+    AutoModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 from quickstep import LLM
-from quickstep.errors import RequestError
+from quickstep.errors import ConfigError, RequestError
 from quickstep.types import Pooling
 
 PAIRS = (
@@ -125,3 +134,97 @@ def test_poolings_and_prompts_of_the_card(
         assert [output.outputs.score for output in scores] == pytest.approx(
             [torch.dot(query, vector).item() for vector in vectors], abs=1e-5
         )
+
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+}
+
+
+def write_embedder(
+    path: Path,
+    model: type[PreTrainedModel],
+    config: type[PretrainedConfig],
+    changes: dict[str, object],
+    *,
+    has_modules: bool,
+) -> Path:
+    """The decoder by itself, as released models for embeddings store it: without `model.` before
+    its names and without an output projection.
+    """
+    torch.manual_seed(3)
+    model(config(**SIZES)).save_pretrained(path)
+    file = path / "config.json"
+    write_files(path, {"config.json": json.loads(file.read_text()) | changes})
+    write_tokenizer(path, "")
+    if has_modules:
+        parts = modules("Transformer", "Pooling", "Normalize")
+        card = {"pooling_mode_lasttoken": True}
+        write_files(path, {"modules.json": parts, f"{parts[1]['path']}/config.json": card})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "changes", "has_modules"),
+    [
+        (Qwen3Model, Qwen3Config, {"architectures": ["Qwen3ForCausalLM"]}, True),
+        (
+            Qwen3Model,
+            Qwen3Config,
+            {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+            True,
+        ),
+        (MistralModel, MistralConfig, {}, True),
+        (MistralModel, MistralConfig, {}, False),
+    ],
+    ids=["Qwen3-Embedding-8B", "Qwen3-Embedding-0.6B", "e5-mistral", "base model"],
+)
+def test_decoders_without_output_projection_embed_texts(
+    tmp_path: Path,
+    model: type[PreTrainedModel],
+    config: type[PretrainedConfig],
+    changes: dict[str, object],
+    has_modules: bool,
+) -> None:
+    path = write_embedder(tmp_path / "model", model, config, changes, has_modules=has_modules)
+    dense = AutoModel.from_pretrained(path, dtype=torch.float32)
+    texts = ["cats", "a text of several blocks, " * 3]
+    with LLM(str(path), num_threads=1) as llm:
+        ids = [llm.get_tokenizer().encode(text) for text in texts]
+        with torch.no_grad():
+            states = [dense(torch.tensor([each])).last_hidden_state[0, -1] for each in ids]
+        vectors = [torch.nn.functional.normalize(state, dim=0) for state in states]
+        outputs = llm.embed(texts, use_tqdm=False)
+        for output, vector in zip(outputs, vectors, strict=True):
+            found = torch.tensor(output.outputs.embedding)
+            torch.testing.assert_close(found, vector, atol=1e-5, rtol=0)
+        [score] = llm.score(texts[0], texts[1], use_tqdm=False)
+        assert score.outputs.score == pytest.approx(torch.dot(*vectors).item(), abs=1e-5)
+        if not changes.get("tie_word_embeddings"):  # else the embedding is the projection
+            with pytest.raises(RequestError, match="no output projection: it embeds texts"):
+                llm.generate("cats", use_tqdm=False)
+
+
+def test_a_projection_that_is_missing_elsewhere_is_a_fault(tmp_path: Path) -> None:
+    """Without the files of sentence-transformers it is a checkpoint that lost a tensor."""
+    changes = {"architectures": ["Qwen3ForCausalLM"]}
+    path = write_embedder(tmp_path, Qwen3Model, Qwen3Config, changes, has_modules=False)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight.* missing .*tie_word_embeddings"):
+        LLM(str(path))
+
+
+def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    changes = {"architectures": ["Qwen3ForCausalLM"], "is_causal": False}
+    path = write_embedder(tmp_path, Qwen3Model, Qwen3Config, changes, has_modules=True)
+    with pytest.raises(ConfigError, match="is_causal false"):
+        LLM(str(path))

@@ -87,6 +87,7 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_ONLY_EMBEDS = "it embeds texts and generates none; use /v1/embeddings"
 # A start waits so long for CUDA graphs, of which the first ones compile the kernels.
 _MOST_CAPTURE_S = 60.0
 # OpenBLAS reads it when NumPy is imported: 2 to the power of it are the cycles until an idle thread
@@ -1048,24 +1049,29 @@ def _default_sampling(path: Path) -> Mapping[str, float]:
 def _retrieval(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> Retrieval:
     """The card of a decoder, which may answer yes or no, or of an encoder, which has no words."""
     encoder = spec.encoder
+    if not spec.has_head:
+        why = f"the checkpoint has no output projection: {_ONLY_EMBEDS}"
+        return replace(read_retrieval(path, None, None), text_refusal=why)
     if encoder is None:
         return read_retrieval(path, tokenizer.token_id("yes"), tokenizer.token_id("no"))
+    why = f"the model is an encoder: {_ONLY_EMBEDS}"
     labels = () if encoder.head is None else encoder.head.labels
     named = gguf_pooling(path) if is_gguf(path) else None
     pooling = Pooling.CLS if named is None else Pooling(named)
     retrieval = read_retrieval(path, None, None, default_pooling=pooling)
     if not labels:
-        return replace(retrieval, is_encoder=True)
-    why = "the model has a classification head; it gives classes and scores, no embeddings"
+        return replace(retrieval, is_encoder=True, text_refusal=why)
+    no_vectors = "the model has a classification head; it gives classes and scores, no embeddings"
     scoring, refusal = Scoring.CLASS, ""
     if len(labels) != 1:
         refusal = f"the model has {len(labels)} classes; only a head of one class scores pairs"
     return replace(
         retrieval,
         is_encoder=True,
+        text_refusal=why,
         pooling=Pooling.CLASSES,
         labels=labels,
-        refusal=why,
+        refusal=no_vectors,
         scoring=scoring,
         scoring_refusal=refusal,
     )

@@ -93,11 +93,8 @@ def check_request(
 
 def _check_kind(request: Request, retrieval: Retrieval) -> None:
     """Raise RequestError for what this kind of model does not give."""
-    if retrieval.is_encoder and request.pooling is None:
-        raise RequestError(
-            "the model is an encoder: it embeds texts and generates none; use /v1/embeddings",
-            param="model",
-        )
+    if retrieval.text_refusal and request.pooling is None:
+        raise RequestError(retrieval.text_refusal, param="model")
     if request.pooling is Pooling.CLASSES and not retrieval.labels:
         raise RequestError("the model has no classification head", param="model")
 

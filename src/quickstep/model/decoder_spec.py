@@ -496,6 +496,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         embedding_multiplier, residual_multiplier: Scale the embeddings and each sub-block's output.
         logit_divisor: Divides the logits.
         tied: The output projection is the embedding.
+        has_head: There is an output projection; without one texts are only embedded, and `tied` is
+            true.
         parameter_count: Known count of parameters; None derives it from the tensor schema.
         notes: What the reader of the config left out and the user should know, a sentence each.
         long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
@@ -544,6 +546,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
     tied: bool = False
+    has_head: bool = True
     moe: MoESpec | None = None
     naming: TensorNaming = STANDARD_NAMING
     parameter_count: int | None = None

@@ -1,7 +1,8 @@
 """`read_spec`: from a checkpoint's `config.json` to a `ModelSpec`, or one sentence why not.
 
-Called by the engine's assembly, the planner and the command line. Reads no tensor file and imports
-no torch, except for architectures that only the `transformers` fallback can run.
+Called by the engine's assembly, the planner and the command line. Reads no tensor's values (the
+headers of files only for models that embed texts) and imports no torch, except for architectures
+that only the `transformers` fallback can run.
 
 `with_context` handles contexts beyond the model's limit: refused, or allowed with scaled rotary
 positions. The method is YaRN (arXiv:2309.00071) by the ratio of the lengths; positions that the
@@ -33,6 +34,7 @@ from quickstep.model.checkpoint.config_fields import (
 )
 from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config, gguf_naming
+from quickstep.model.checkpoint.safetensors_files import open_tensor_files
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
@@ -82,7 +84,7 @@ def _read_spec(path: str | Path) -> ModelSpec:
         naming = gguf_naming(config) or _gguf_naming(spec.naming)
         return replace(spec, norm_offset=0.0, naming=naming)
     if name in ARCHITECTURES or name in WRAPPERS:
-        return parse_spec(config)
+        return _without_missing_head(Path(path), parse_spec(config))
     if name in ENCODERS:
         return read_encoder_spec(Path(path), config, name)
     supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS}))
@@ -95,6 +97,21 @@ def _read_spec(path: str | Path) -> ModelSpec:
     from quickstep.model.fallback.spec import read_fallback_spec
 
     return read_fallback_spec(Path(path), name, supported)
+
+
+def _without_missing_head(path: Path, spec: ModelSpec) -> ModelSpec:
+    """The spec of a checkpoint for embeddings (it has the `modules.json` of sentence-transformers)
+    that left out the output projection which its config has, as Qwen3-Embedding-8B does.
+    """
+    if spec.tied or not (path / "modules.json").is_file():
+        return spec
+    heads = tuple(name.removesuffix("weight") for name in spec.naming.heads)  # or `qweight`
+    is_stored = any(name.startswith(heads) for name in open_tensor_files(path).tensors)
+    return spec if is_stored else _without_head(spec)
+
+
+def _without_head(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, has_head=False, tied=True, head_bias=False)
 
 
 def _gguf_naming(naming: TensorNaming) -> TensorNaming:
@@ -134,6 +151,8 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     spec = _read_decoder(fields, architecture, name)
     num_prediction_layers = _num_prediction_layers(fields)
     foreign = fields.foreign(architecture.neutral)
+    if _listed_name(config) == _base_name(name):
+        spec = _without_head(spec)
     return replace(
         spec,
         notes=(*_notes(config, name), *_notes_on(spec, foreign)),
@@ -191,14 +210,32 @@ def _architecture(config: Mapping[str, object], name: str) -> Architecture:
 
 
 def _architecture_name(config: Mapping[str, object]) -> str:
+    """The name in `ARCHITECTURES`, also for the decoder without its output projection, as
+    `MistralForCausalLM` for `MistralModel`; another one as the config has it.
+    """
+    listed = _listed_name(config)
+    if listed is None:
+        model_type = str(config.get("model_type", ""))
+        return MODEL_TYPES.get(model_type, model_type or "(none named)")
+    return next((name for name in ARCHITECTURES if listed == _base_name(name)), listed)
+
+
+def _listed_name(config: Mapping[str, object]) -> str | None:
     listed = config.get("architectures")
-    if isinstance(listed, list) and listed:
-        return str(listed[0])
-    model_type = str(config.get("model_type", ""))
-    return MODEL_TYPES.get(model_type, model_type or "(none named)")
+    return str(listed[0]) if isinstance(listed, list) and listed else None
+
+
+def _base_name(name: str) -> str:
+    """transformers' class of the decoder without its output projection."""
+    return name.removesuffix("ForCausalLM") + "Model"
 
 
 def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> ModelSpec:
+    if fields.value("is_causal") is False:
+        raise ConfigError(
+            f"{fields.source} has is_causal false: tokens see those after them, which is not "
+            "implemented for decoders"
+        )
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads

@@ -58,7 +58,8 @@ class Retrieval(msgspec.Struct, frozen=True):
             written into a question that a user asks.
         refusal: Why embeddings are refused; "" if they are not.
         scoring_refusal: The same of scores.
-        is_encoder: Tokens see those after them too: nothing is generated.
+        text_refusal: The same of generated text.
+        is_encoder: Tokens see those after them too.
         labels: The classes of a classification head; () without one.
     """
 
@@ -71,6 +72,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     reads_pairs: bool = False
     refusal: str = ""
     scoring_refusal: str = ""
+    text_refusal: str = ""
     is_encoder: bool = False
     labels: tuple[str, ...] = ()
 

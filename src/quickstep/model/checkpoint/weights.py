@@ -420,10 +420,13 @@ def _renamed(files: TensorFiles, renames: Sequence[tuple[str, str]]) -> TensorFi
 
 
 def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:
-    """The decoder's prefix and the output projection's name in these files."""
+    """The decoder's prefix and the output projection's name in these files. The decoder by itself,
+    as models for embeddings have it, is stored without the `model.` before its names.
+    """
     naming = spec.naming
+    by_itself = [prefix.removeprefix("model.") for prefix in naming.prefixes]
     modules = {name.rpartition(".")[0] for name in files.tensors if not name.endswith(".bias")}
-    used = [prefix for prefix in naming.prefixes if f"{prefix}embed_tokens" in modules]
+    used = [each for each in (*naming.prefixes, *by_itself) if f"{each}embed_tokens" in modules]
     heads = [name for name in naming.heads if name.removesuffix(".weight") in modules]
     return DecoderNames((used or naming.prefixes)[0], (heads or naming.heads)[0], bool(heads))
 
