@@ -242,10 +242,15 @@ def packed_nvfp4(outputs: int, inputs: int, generator: torch.Generator) -> Writt
     )
 
 
-def modelopt_float8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
-    """ModelOpt's fp8, with the scale of activations that it fixes."""
-    written = float8("tensor")(outputs, inputs, generator)
-    return Written(written.tensors | {".input_scale": torch.tensor(0.01)}, written.weight)
+def with_fixed_scales(writer: Writer, *names: str) -> Writer:
+    """The same, with scales of activations, or of the KV cache, that the files fix."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        written = writer(outputs, inputs, generator)
+        scales = {f".{name}": torch.tensor(0.01) for name in names}
+        return Written(written.tensors | scales, written.weight)
+
+    return write
 
 
 def bnb_int8(outputs: int, inputs: int, generator: torch.Generator) -> Written:

@@ -27,6 +27,12 @@ compressed = writers.compressed_config
 W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}}
 
 
+STATIC_W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": False}}
+
+
+STATIC_FLOAT8 = {"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}
+
+
 FLOAT8 = {
     "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
 }
@@ -119,7 +125,23 @@ EXACT = {
     "fp8-tensor": (FP8, writers.float8("tensor")),
     "fp8-channel": (FP8, writers.float8("channel")),
     "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, writers.nvfp4),
-    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, writers.modelopt_float8),
+    "modelopt-fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        writers.with_fixed_scales(writers.float8("tensor"), "input_scale"),
+    ),
+    "fp8-static": (
+        FP8 | {"activation_scheme": "static"},
+        writers.with_fixed_scales(writers.float8("tensor"), "input_scale", "k_scale", "v_scale"),
+    ),
+    "float8-static": (
+        compressed("float-quantized", 8, "tensor", type="float", **STATIC_FLOAT8)
+        | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+        writers.with_fixed_scales(writers.float8("tensor"), "input_scale", "k_scale", "v_scale"),
+    ),
+    "w8a8-static": (
+        compressed("int-quantized", 8, "channel", **STATIC_W8A8),
+        writers.with_fixed_scales(writers.plain_integers(None), "input_scale", "input_zero_point"),
+    ),
     "packed-nvfp4": (
         compressed("nvfp4-pack-quantized", 4, "tensor_group", 16, type="float"),
         writers.packed_nvfp4,

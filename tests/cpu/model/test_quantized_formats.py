@@ -102,7 +102,9 @@ def test_every_tensor_of_the_files_is_accounted_for(tmp_path: Path) -> None:
         weights = open_weights(path, read_spec(path))
         stored = set(weights.stored)
         left = {name for name in weights.files.tensors if name not in stored}
-        assert all(name.endswith((".bias", ".input_scale", "_global_scale")) for name in left)
+        fixed = {name for name in left if name.endswith(("_scale", "input_zero_point"))}
+        assert all(name.endswith(".bias") for name in left - fixed)
+        assert set(weights.unused()) == fixed, "a log line names them"
 
 
 def refused(path: Path) -> str:
@@ -114,7 +116,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        (FP8 | {"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (FP8 | {"activation_scheme": "other"}, "activation_scheme 'other'"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, "two positive integers"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
@@ -139,7 +141,6 @@ def refused(path: Path) -> str:
         (compressed("marlin-24", 4, "group", 32), "marlin-24"),
         (compressed("pack-quantized", 3, "group", 32), "3 bits"),
         (compressed("pack-quantized", 4, "block"), "'block'"),
-        (compressed("int-quantized", 8, "channel") | {"kv_cache_scheme": {"a": 1}}, "KV cache"),
         (compressed("int-quantized", 8, "channel") | {"transform_config": {"a": 1}}, "rotated"),
         (
             compressed("int-quantized", 8, "channel") | {"sparsity_config": {"format": "24"}},
@@ -150,9 +151,9 @@ def refused(path: Path) -> str:
                 "int-quantized",
                 8,
                 "tensor",
-                input_activations={"num_bits": 8, "type": "int", "dynamic": False},
+                input_activations={"num_bits": 4, "type": "int", "dynamic": True},
             ),
-            "input_activations of int8, dynamic False",
+            "input_activations of int4",
         ),
     ],
 )

@@ -34,6 +34,10 @@ Shapes = dict[str, Shape]  # by tensor name
 STATE_MIXER = "linear_attn."
 # The keys and values of all heads as products of a latent: in the model's dtype in every format.
 LATENT_HEADS = "kv_b_proj"
+_FIXED_SCALES = (
+    *(".input_scale", ".input_global_scale", ".input_zero_point"),
+    *(".k_scale", ".v_scale", ".kv_scale", ".q_scale"),
+)
 
 
 class LayerInputNames(msgspec.Struct, frozen=True):
@@ -107,6 +111,14 @@ def layer_norms(spec: ModelSpec, layer: LayerSpec) -> LayerNorms:
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
+
+
+def is_fixed_scale(name: str) -> bool:
+    """Whether a tensor fixes the scale or zero point of activations, or of the KV cache, for
+    products in 8 and 4 bits. Here activations are quantized per token and the KV cache as
+    `--kv-cache-dtype` says, so none is read.
+    """
+    return name.endswith(_FIXED_SCALES)
 
 
 def bias_of(weight: str) -> str:

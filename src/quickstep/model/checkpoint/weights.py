@@ -33,6 +33,7 @@ from quickstep.model.checkpoint.tensor_schema import (
     LATENT_HEADS,
     UNREAD_KEYS,
     Shapes,
+    is_fixed_scale,
     layer_tensors,
     outer_tensors,
 )
@@ -64,8 +65,6 @@ _BUFFERS = re.compile(r"(.+\.)?(rotary_emb\.\w+|inv_freq|masked_bias|position_id
 # A module at the top that reads the last states next to the output projection: a trainer's head,
 # a classifier, layers that predict several tokens. No token depends on it.
 _OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|mtp\w*)\..+")
-# Fixed scales of activations and of the KV cache.
-_FIXED = re.compile(r".+\.(input_scale|k_scale|v_scale)")
 
 # Matrices that are packed below one another.
 _STACKS = (
@@ -254,7 +253,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True, dict=True):
         """Heads, layers and fixed scales in the files that no token depends on: not read."""
         expected = self.stored
         others = (name for name in self.files.tensors if name not in expected)
-        return tuple(name for name in others if self._is_beside(name) or _FIXED.fullmatch(name))
+        return tuple(name for name in others if self._is_beside(name) or is_fixed_scale(name))
 
     def has_float8(self) -> bool:
         """Whether a matrix is stored in e4m3."""

@@ -11,9 +11,9 @@
 q is signed; packed words hold q + 2**(bits - 1), and so do the zero points of packed files, along
 the outputs. `quantization_config` lists groups of modules, each with a scheme for its weights and
 activations; `targets` and `ignore` are names, classes (`Linear`) or regular expressions (`re:...`),
-names before classes. Activations are quantized per token here, whatever the file says; files that
-fix an activation's scale, or quantize the KV cache, are refused. Groups that `actorder` scatters
-over the inputs are scattered as in GPTQ's act-order.
+names before classes. Activations are quantized per token here, whatever the file says, and the KV
+cache as `--kv-cache-dtype` says: scales that files fix for them are left out. Groups that
+`actorder` scatters over the inputs are scattered as in GPTQ's act-order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes, is_fixed_scale
 from quickstep.model.formats.fp8 import Block, block_of, check_float8, float8_rows
 from quickstep.model.formats.gptq import (
     check_words,
@@ -116,12 +116,10 @@ def _refuse(fields: ConfigFields) -> None:
         raise ConfigError(
             f"{_SOURCE} has sparse weights ({sparsity['format']}); dense is supported"
         )
-    for name, what in (
-        ("kv_cache_scheme", "a quantized KV cache"),
-        ("transform_config", "rotated weights"),
-    ):
-        if fields.mapping(name):
-            raise ConfigError(f"{_SOURCE} asks for {what} ({name}), which is not supported")
+    if fields.mapping("transform_config"):
+        raise ConfigError(
+            f"{_SOURCE} asks for rotated weights (transform_config), which is not supported"
+        )
 
 
 def _scheme(name: str, group: object, outer_format: str) -> WeightScheme:
@@ -180,10 +178,9 @@ def _check_activations(fields: ConfigFields, where: str, expected: str) -> None:
         if values is None:
             continue
         kind = f"{values.get('type', 'int')}{values.get('num_bits')}"
-        if kind != expected or values.get("dynamic") is not True or part.startswith("output"):
+        if kind != expected or part.startswith("output"):
             raise ConfigError(
-                f"{where} has {part} of {kind}, dynamic {values.get('dynamic')}; supported are "
-                f"dynamic {expected} inputs, or none"
+                f"{where} has {part} of {kind}; supported are inputs of {expected}, or none"
             )
 
 
@@ -292,10 +289,8 @@ class CompressedTensorsStorage:
         )
 
     def has_no_effect(self, name: str) -> bool:
-        """The scale of activations, which nvfp4 fixes; here they are quantized per token."""
-        module, _, kind = name.rpartition(".")
-        nvfp4 = f"{module}.weight_global_scale" in self._files.tensors
-        return nvfp4 and kind == "input_global_scale"
+        """Scales of activations and of the KV cache."""
+        return is_fixed_scale(name)
 
     def _scheme(self, module: str) -> WeightScheme:
         scheme = self._schemes.of(module)

@@ -6,8 +6,9 @@
     w = q * scale
 
 `weight_scale_inv` multiplies as well, in spite of its name. Modules without a scale are not
-quantized. Activations are quantized per token here, and per 128 inputs with blocks; files that fix
-an activation's scale are refused. Also: what compressed-tensors shares with this format.
+quantized. Activations are quantized per token here, and per 128 inputs with blocks; scales that
+files fix for them (`input_scale`) are left out. Also: what compressed-tensors shares with this
+format.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes, is_fixed_scale
 from quickstep.model.formats.storage import checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.tensors import Array
 from quickstep.ops.weights import StoredRows
 
 _SOURCE = "config.json's quantization_config"
+_ACTIVATIONS = ("dynamic", "static")
 
 # Outputs and inputs that share a scale.
 Block = tuple[int, int]
@@ -42,9 +44,10 @@ class Fp8Storage:
         defaults = {"activation_scheme": "dynamic", "fmt": "e4m3"}
         fields = ConfigFields(config, defaults, _SOURCE)
         scheme, form = fields.text("activation_scheme"), fields.text("fmt")
-        if scheme != "dynamic":
+        if scheme not in _ACTIVATIONS:
+            known = " and ".join(_ACTIVATIONS)
             raise ConfigError(
-                f"{_SOURCE} has the activation_scheme {scheme!r}; dynamic is supported"
+                f"{_SOURCE} has the activation_scheme {scheme!r}; {known} are supported"
             )
         if form.lower() not in ("e4m3", "float8_e4m3fn"):
             raise ConfigError(f"{_SOURCE} has the fmt {form!r}; e4m3 is supported")
@@ -79,9 +82,8 @@ class Fp8Storage:
         return float8_rows(name, shape, scale, self._block, reader)
 
     def has_no_effect(self, name: str) -> bool:
-        """No tensor."""
-        del name
-        return False
+        """Scales of activations and of the KV cache."""
+        return is_fixed_scale(name)
 
 
 def block_of(size: Sequence[object] | None, where: str) -> Block | None:

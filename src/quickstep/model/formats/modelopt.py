@@ -24,9 +24,14 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes, is_fixed_scale
 from quickstep.model.formats.fp8 import check_float8, float8_rows
-from quickstep.model.formats.storage import E2M1_LEVELS, checked_group, factors, module_of
+from quickstep.model.formats.storage import (
+    E2M1_LEVELS,
+    checked_group,
+    factors,
+    module_of,
+)
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.tensors import UINT8, Array, HostTensor
 from quickstep.ops.weights import StoredRows
@@ -35,7 +40,6 @@ NVFP4_GROUP = 16  # inputs that share a scale
 
 _SOURCE = "the quantization config"
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION")
-_LEFT_OUT = (".input_scale", ".k_scale", ".v_scale")
 
 
 class ModelOptStorage:
@@ -85,7 +89,7 @@ class ModelOptStorage:
 
     def has_no_effect(self, name: str) -> bool:
         """Scales of activations and of the KV cache."""
-        return name.endswith(_LEFT_OUT)
+        return is_fixed_scale(name)
 
     def _is_nvfp4(self, name: str) -> bool:
         stored = self._files.tensors.get(name)
