@@ -347,9 +347,11 @@ def plan_memory(
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
         needed = memory_bytes - left + scratch + least * block_bytes
+        state_bytes = states.num_slots * states.slot_bytes
+        of_states = f"states of sequences {size_text(state_bytes)}, " if state_bytes else ""
         raise ModelTooLarge(
-            f"the model needs at least {size_text(needed)} (weights {size_text(weights)}, the "
-            f"rest activations and KV of {least * cache.block_size} tokens) and "
+            f"the model needs at least {size_text(needed)} (weights {size_text(weights)}, "
+            f"{of_states}the rest activations and KV of {least * cache.block_size} tokens) and "
             f"{size_text(memory_bytes)} are available; use a smaller model or dtype, or lower "
             "--max-num-batched-tokens",
             needed,

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, ModelTooLarge
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 from quickstep.model.sizing import (
@@ -43,6 +43,27 @@ TINY = parse_spec(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 2048,
+    }
+)
+# The state of a sequence takes 274 KiB, the weights 712 KiB.
+TINY_HYBRID = parse_spec(
+    {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mlp_only_layers": [0, 1],
     }
 )
 SCRATCH_BYTES = 56  # the reference ops'
@@ -241,3 +262,14 @@ def test_a_draft_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="iB are available"):
         sizes = DraftSizes(LLAMA_70B, ELEMENTS)
         plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, 64 * GIB, drafts=[sizes])
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    with pytest.raises(
+        ModelTooLarge, match=r"weights 711\.95 KiB, states of sequences 548\.00 KiB"
+    ):
+        plan(TINY_HYBRID, 3 << 20)
+    needed = 9.56 * 2**20
+    few = plan(TINY_HYBRID, int(needed) + (1 << 19))
+    assert few.max_num_seqs < SCHEDULER.max_num_seqs
+    assert any("as the states of no more fit" in note for note in few.notes)

@@ -231,6 +231,13 @@ def test_a_bias_is_refused_where_the_family_has_none() -> None:
         parse_as("Mistral", attention_bias=True)
 
 
+@pytest.mark.parametrize("family", ["Qwen3Next", "Lfm2"])
+def test_a_mixer_that_is_not_known_is_named_next_to_those_that_are(family: str) -> None:
+    kinds = ["full_attention", "full_attention", "retention", "full_attention"]
+    with pytest.raises(ConfigError, match="a layer of type 'retention'; supported are '"):
+        parse_as(family, layer_types=kinds)
+
+
 def test_a_damaged_number_of_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match="has 2147483648 experts; at most 10000 are read"):
         parse_as("Mixtral", num_local_experts=2**31)
