@@ -67,6 +67,25 @@ TWINS: list[tuple[str, Case, dict[str, object], bool]] = [
         True,
     ),
     ("olmo2", Case("olmo2", "Olmo2"), {}, False),
+    ("qwen2moe", golden("qwen2-moe", mlp_only_layers=[], norm_topk_prob=False), {}, False),
+    (
+        "exaone4",
+        golden("exaone4"),
+        {".attention.sliding_window_pattern": [True, False, True, False]},
+        False,
+    ),
+    ("exaone4", golden("exaone4-full"), {}, False),
+    ("seed_oss", golden("seed-oss", attention_out_bias=False, mlp_bias=False), {}, False),
+    ("glm4", golden("glm4"), {}, False),
+    (
+        "cohere2",  # llama.cpp knows which layers have a window
+        golden("cohere2", attention_bias=False,
+               layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+        {".logit_scale": 0.5},
+        False,
+    ),
+    ("arcee", golden("arcee", mlp_bias=False), {}, True),
+    ("ernie4_5", golden("ernie4.5", use_bias=False), {}, False),
     (
         "granite",
         Case("granite", "Granite", {

@@ -47,6 +47,7 @@ _KEYS = {
     "num_key_value_heads": ".attention.head_count_kv",
     "rms_norm_eps": ".attention.layer_norm_rms_epsilon",
     "norm_eps": ".attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": ".attention.layer_norm_epsilon",
     "conv_L_cache": ".shortconv.l_cache",
     "sliding_window": ".attention.sliding_window",
     "num_experts": ".expert_count",

@@ -88,6 +88,12 @@ _GLM_PARTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+_GLM4_PARTS = {
+    **_STANDARD_PARTS,
+    "ffn_up": "mlp.gate_up_proj",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 _GPT_OSS_PARTS = {
     **_STANDARD_PARTS,
     "post_attention_norm": "post_attention_layernorm",
@@ -107,8 +113,15 @@ _LLAMA4_PARTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_SHARED_EXPERT_PARTS = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 _QWEN_HYBRID_PARTS = {
     **_STANDARD_PARTS,
+    **_SHARED_EXPERT_PARTS,
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -121,10 +134,6 @@ _QWEN_HYBRID_PARTS = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _MAMBA_PARTS = {
     **_STANDARD_PARTS,
@@ -248,6 +257,7 @@ class Dialect(msgspec.Struct, frozen=True):
         scores_layers: Layers of the one size of the family whose scores are scaled by hidden size /
             heads instead of the head size (Gemma).
         norm_key: The config's key of the norms' epsilon.
+        bias_key: Its key of biases of queries, keys and values; None where there always are some.
         without_keys: What layers without key heads are, in the config's `layer_types`.
         expanded: Layers of Mamba-2, an MLP or a mixture with another width than its shared expert,
             and positions only where the file says so (Granite 4).
@@ -276,6 +286,7 @@ class Dialect(msgspec.Struct, frozen=True):
     yarn: Mapping[str, object] = msgspec.field(default_factory=dict)
     scores_layers: int | None = None
     norm_key: str = "rms_norm_eps"
+    bias_key: str | None = "attention_bias"
     without_keys: str | None = None
     expanded: bool = False
     delta: bool = False
@@ -309,7 +320,15 @@ MIXTRAL = Dialect("MixtralForCausalLM", _MIXTRAL_PARTS, keys=_LOCAL_EXPERT_KEYS,
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
         "llama": Dialect("LlamaForCausalLM", paired=True),
-        "qwen2": Dialect("Qwen2ForCausalLM"),
+        "qwen2": Dialect("Qwen2ForCausalLM", bias_key=None),
+        "qwen2moe": Dialect(
+            "Qwen2MoeForCausalLM",
+            {**_STANDARD_PARTS, **_SHARED_EXPERT_PARTS},
+            config={**_SILU, "norm_topk_prob": False},
+            keys=_QWEN_EXPERT_KEYS,
+            given={"expert_weights_norm": False, "expert_weights_scale": 1.0},
+            bias_key="qkv_bias",
+        ),
         "qwen3": Dialect("Qwen3ForCausalLM"),
         "qwen3moe": Dialect(
             "Qwen3MoeForCausalLM",
@@ -367,6 +386,13 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             outer=_GEMMA3N_OUTER,
         ),
         "olmo2": Dialect("Olmo2ForCausalLM", _OLMO2_PARTS),
+        "exaone4": Dialect("Exaone4ForCausalLM", _OLMO2_PARTS, window=True),
+        "seed_oss": Dialect(
+            "SeedOssForCausalLM",
+            {**_STANDARD_PARTS, "post_attention_norm": "post_attention_layernorm"},
+        ),
+        "arcee": Dialect("ArceeForCausalLM", config={"hidden_act": "relu2"}, paired=True),
+        "ernie4_5": Dialect("Ernie4_5ForCausalLM", bias_key="use_bias"),
         "olmoe": Dialect(
             "OlmoeForCausalLM",
             config={**_SILU, "norm_topk_prob": False},
@@ -414,6 +440,13 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             },
             given={"expert_gating_func": 2},  # sigmoid
             optional_qk_norm=True,
+        ),
+        "glm4": Dialect("Glm4ForCausalLM", _GLM4_PARTS),
+        "cohere2": Dialect(
+            "Cohere2ForCausalLM",
+            keys={"logit_scale": "logit_scale"},
+            window=True,
+            norm_key="layer_norm_eps",
         ),
         "gpt-oss": Dialect(
             "GptOssForCausalLM",

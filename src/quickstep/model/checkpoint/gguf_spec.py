@@ -281,6 +281,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
     width = kinds.pop("intermediate_size", None)
     if not dialect.single_blocks:
         width = _width(fields)
+    has_bias = "blk.0.attn_q.bias" in file.tensors
     has_qk_norm = "blk.0.attn_q_norm.weight" in file.tensors
     return {
         "architectures": [dialect.name],
@@ -294,8 +295,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: Dialect) -> dict[str, 
         dialect.norm_key: _number(fields, "attention.layer_norm_rms_epsilon")
         or _number(fields, "attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": dialect.name != "Qwen2ForCausalLM"
-        and "blk.0.attn_q.bias" in file.tensors,
+        **({} if dialect.bias_key is None else {dialect.bias_key: has_bias}),
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _dtype(file),
         **({} if width is None else {"intermediate_size": width}),
