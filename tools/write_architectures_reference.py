@@ -51,7 +51,8 @@ ENCODING = """
 ## Encoders
 
 Their tokens see those after them too, so they generate nothing: they embed texts, score pairs and
-classify ([embeddings](../guide/embeddings.md)). They run with PyTorch and the native products.
+classify ([embeddings](../guide/embeddings.md)). On CPUs they run on the native kernels without
+PyTorch, on GPUs and with `--enforce-eager` op by op with it.
 
 | `architectures` | gives |
 |---|---|

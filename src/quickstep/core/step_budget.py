@@ -27,8 +27,8 @@ from quickstep.types import Phase
 
 _NO_POSITIONS = range(0)
 _SHARED_STRETCH = 2.0  # of a step's rows by those of tenants above their part
-# The same of a step's prompts, which have their output sooner without company. Rows of one request
-# may be in step after step, so that next to them others need more.
+# The same for a step without such rows, of its prompts: a prompt is in few steps, and has its
+# output sooner if these are short. Rows of one request may be in step after step.
 _PROMPT_STRETCH = 1.5
 _MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 

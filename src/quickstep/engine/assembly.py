@@ -1047,7 +1047,7 @@ def _default_sampling(path: Path) -> Mapping[str, float]:
 
 
 def _retrieval(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> Retrieval:
-    """The card of a decoder, which may answer yes or no, or of an encoder, which has no words."""
+    """The card of a decoder, which may answer yes or no, or of a model that only embeds texts."""
     encoder = spec.encoder
     if not spec.has_head:
         why = f"the checkpoint has no output projection: {_ONLY_EMBEDS}"

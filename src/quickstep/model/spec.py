@@ -101,9 +101,11 @@ def _read_spec(path: str | Path) -> ModelSpec:
 
 def _without_missing_head(path: Path, spec: ModelSpec) -> ModelSpec:
     """The spec of a checkpoint for embeddings (it has the `modules.json` of sentence-transformers)
-    that left out the output projection which its config has, as Qwen3-Embedding-8B does.
+    that left out the output projection which its config has, as Qwen3-Embedding-8B does. A config
+    without weights is read as it is, for a plan.
     """
-    if spec.tied or not (path / "modules.json").is_file():
+    has_weights = any(path.glob("*.safetensors"))
+    if spec.tied or not has_weights or not (path / "modules.json").is_file():
         return spec
     heads = tuple(name.removesuffix("weight") for name in spec.naming.heads)  # or `qweight`
     is_stored = any(name.startswith(heads) for name in open_tensor_files(path).tensors)

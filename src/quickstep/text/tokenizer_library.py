@@ -48,7 +48,7 @@ class TokenizerLibrary(Protocol):
         """The piece of an id."""
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Any:
-        """The encoding of a text, or of a pair, whose `ids` are its tokens."""
+        """The encoding of a text, or of a pair; its `ids` are the tokens."""
 
     def encode_batch_fast(self, texts: list[Any], *, add_special_tokens: bool = True) -> Any:
         """The encodings of texts, or of pairs."""

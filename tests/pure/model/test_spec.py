@@ -258,6 +258,12 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         read_spec(tmp_path)
 
 
+def test_the_config_of_a_model_for_embeddings_is_read_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "modules.json").write_text("[]")
+    assert read_spec(tmp_path).has_head
+
+
 def test_a_broken_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):

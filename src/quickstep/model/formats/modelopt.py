@@ -26,12 +26,7 @@ from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes, is_fixed_scale
 from quickstep.model.formats.fp8 import check_float8, float8_rows
-from quickstep.model.formats.storage import (
-    E2M1_LEVELS,
-    checked_group,
-    factors,
-    module_of,
-)
+from quickstep.model.formats.storage import E2M1_LEVELS, checked_group, factors, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.tensors import UINT8, Array, HostTensor
 from quickstep.ops.weights import StoredRows
